@@ -1,0 +1,125 @@
+"""What the core asks of the world. Each port has a real and a simulated half and one contract test for both.
+
+Calls may block; the supervisor runs them in threads with a deadline. They raise PortError where the world did not
+answer (try again) or refused (do not). Nothing here decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outlast.reliability.model import JobId, JobState, Layout, Node, NodeState, Noun, Plan
+from outlast.reliability.runfile import RunFile
+
+
+class PortError(Exception):
+    """The world refused or did not answer. `again` tells whether trying again can help."""
+
+    def __init__(self, what: str, *, again: bool) -> None:
+        super().__init__(what)
+        self.again = again
+
+
+class Allocation(Noun, frozen=True, kw_only=True):
+    """Nodes that the scheduler gave to the run."""
+
+    job: JobId
+    nodes: tuple[Node, ...]
+    state: str
+    """Slurm's job state, upper case."""
+    feeder: bool = False
+    restarts: int = 0
+    batch_node: Node | None = None
+
+
+class Clock(Protocol):
+    def wall_s(self) -> float:
+        """UTC seconds since the epoch: for people and the log."""
+
+    def mono_s(self) -> float:
+        """Monotonic seconds: for durations."""
+
+
+class Cluster(Protocol):
+    """The scheduler: Slurm, this machine (local), or a simulated one."""
+
+    def allocations(self) -> tuple[Allocation, ...]:
+        """All jobs of this run that the scheduler still knows, ended ones included, oldest first."""
+
+    def launch_agents(self, allocation: Allocation, nodes: Sequence[Node]) -> None:
+        """Start one agent on each of these nodes, named explicitly. Returns once they are asked for."""
+
+    def node_states(self, nodes: Sequence[Node]) -> tuple[NodeState, ...]:
+        """What the scheduler says now; nodes it does not know are left out."""
+
+    def job_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]: ...
+
+    def may_drain(self) -> bool:
+        """Whether this user has the right to drain nodes."""
+
+    def drain(self, node: Node, reason: str) -> str:
+        """Drain with our reason. Returns what was done; raises PortError(again=False) for another's reason."""
+
+    def feed(self, nodes: int, exclude: Sequence[Node]) -> JobId:
+        """Submit a feeder job whose agents will join the run."""
+
+    def requeue(self, job: JobId, exclude: Sequence[Node]) -> None:
+        """Give the allocation back and queue the job again without these nodes."""
+
+    def cancel(self, job: JobId) -> None:
+        """End an allocation of ours (a feeder no longer needed, or a job whose batch script is gone)."""
+
+
+class Restore(Noun, frozen=True, kw_only=True):
+    """A checkpoint that may be restored."""
+
+    train_step: int
+    path: str
+    samples: int = -1
+    """Samples consumed when it was taken; -1 where it does not say."""
+
+
+class BadCheckpoint(Noun, frozen=True, kw_only=True):
+    train_step: int
+    path: str
+    why: str
+
+
+class Choice(Noun, frozen=True, kw_only=True):
+    """The newest checkpoint that verifies, and what was passed over on the way."""
+
+    restore: Restore | None
+    passed_over: tuple[BadCheckpoint, ...] = ()
+
+
+class CheckpointStore(Protocol):
+    def choose(self, *, quarantined: Sequence[int]) -> Choice:
+        """The newest that verifies and is not quarantined; restore None where there is none."""
+
+    def quarantine(self, train_step: int, why: str) -> None:
+        """Set it aside (never delete). Idempotent."""
+
+    def durable_steps(self) -> tuple[int, ...]:
+        """Train_steps with a commit marker, ascending; cheap, hashes not checked."""
+
+    def prune(self, keep_last: int, *, keep: Sequence[int]) -> tuple[int, ...]:
+        """Remove old ones beyond keep_last; never the only verified one, nor any in keep. Returns what went."""
+
+
+class Launcher(Protocol):
+    """How a kind of program is started: its command line, environment and preloads. Pure."""
+
+    def argv(self, run: RunFile, plan: Plan) -> tuple[str, ...]: ...
+
+    def env(self, run: RunFile, plan: Plan) -> dict[str, str]: ...
+
+    def preload(self, run: RunFile) -> tuple[str, ...]: ...
+
+    def legal(self, run: RunFile, layout: Layout) -> str:
+        """'' where the program can run in this layout, else why not."""
+
+
+class Pager(Protocol):
+    def page(self, title: str, text: str) -> None:
+        """Tell a person. Never raises; a page that cannot be sent is written to stderr and counted."""
