@@ -218,7 +218,8 @@ class StepSeen(Noun, frozen=True, kw_only=True):
 
     train_step: int
     """1-based: the step that was just finished."""
-    at_s: float
+    age_s: float = 0.0
+    """How long before this was sent it finished, by the node's monotonic clock: no node's wall clock is trusted."""
     step_s: float
     """Wall time of this step, saves not included."""
     loss: float | None = None
@@ -454,17 +455,5 @@ class EndRun(Noun, frozen=True, kw_only=True, tag="end_run"):
 
 
 Action = (
-    LeaveIt
-    | RestartInPlace
-    | Swap
-    | Shrink
-    | Grow
-    | Requeue
-    | RollBack
-    | Hold
-    | Wait
-    | Drain
-    | Advise
-    | Feed
-    | EndRun
+    LeaveIt | RestartInPlace | Swap | Shrink | Grow | Requeue | RollBack | Hold | Wait | Drain | Advise | Feed | EndRun
 )

@@ -30,7 +30,7 @@ class Task(Noun, frozen=True, kw_only=True):
     """Words given to it after the parameters."""
     kind: str = "auto"
     """auto | reference | megatron_lm | plain: which adapter gives it layout, checkpoint and restore flags."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = msgspec.field(default_factory=dict)
     container: str = ""
     """Container image for srun --container-image; its digest is recorded and checked at every restart."""
     workdir: str = ""
@@ -127,7 +127,7 @@ class RunFile(Noun, frozen=True, kw_only=True):
 
     name: Name
     task: Task
-    params: dict[str, str | int | float | bool | None] = {}
+    params: dict[str, str | int | float | bool | None] = msgspec.field(default_factory=dict)
     """Arguments of the program: `lr: 3e-3` becomes `--lr 3e-3`; true is a bare flag, false and null leave it out."""
     cluster: Cluster = Cluster()
     layout: LayoutAsked = LayoutAsked()

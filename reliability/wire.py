@@ -60,7 +60,7 @@ class Beat(Noun, frozen=True, kw_only=True, tag="beat"):
     durable_step: int = -1
     """Newest checkpoint that its ranks know to be committed."""
     steps: tuple[StepSeen, ...] = ()
-    """New finished steps, if this node holds the reporting rank."""
+    """Finished steps above Pulse.steps_through, oldest first, if this node holds the reporting rank."""
     output_age_s: float = 0.0
     """Seconds since any of its ranks last wrote output."""
     finished: bool = False
@@ -114,6 +114,8 @@ class Pulse(Noun, frozen=True, kw_only=True, tag="pulse"):
 
     epoch: int
     heard: int
+    steps_through: int
+    """Highest train_step of the present attempt that is in the log: the reporting agent sends what is newer."""
     roster: tuple[Node, ...]
     """All agents that the supervisor counts, in index order: the base of the majority."""
 
