@@ -1,0 +1,341 @@
+"""What we know now: a fold over the event log. Pure -- no clock, no files; the same log gives the same evidence.
+
+A signal never changes what an earlier one said, it adds to it; a doubled or late one adds nothing. What is known of a
+node, of the present attempt and of earlier attempts is kept with the log's sequence numbers, so that every verdict can
+name its evidence. Judging is in policy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+import msgspec
+
+from outlast.reliability import model as m
+from outlast.reliability.attempt import State
+from outlast.reliability.events import AttemptMoved, AttemptPlanned, LogEvent, Seen, StepsDone
+from outlast.reliability.model import JobId, Node, Noun, Plan, Rank
+
+KEPT_XIDS = 64
+KEPT_ATTEMPTS = 64
+KEPT_STEP_TIMES = 256
+
+
+class XidFact(Noun, frozen=True, kw_only=True):
+    seq: int
+    seen_s: float
+    """When it entered the log, by the supervisor's steady clock."""
+    attempt: int
+    xid: m.XidSeen
+
+
+class ExitFact(Noun, frozen=True, kw_only=True):
+    seq: int
+    seen_s: float
+    exit: m.RankExited
+
+
+class NodeFacts(Noun, frozen=True, kw_only=True):
+    """What is known of one node."""
+
+    node: Node
+    joined_seq: int = 0
+    """Log number of the newest AgentJoined; 0 where no agent ever joined."""
+    joined_s: float = 0.0
+    lost_seq: int = 0
+    """Log number of an AgentLost newer than the newest join; 0 while the agent is there."""
+    lost: m.AgentLost | None = None
+    incarnation: str = ""
+    job: JobId = JobId("")
+    address: str = "127.0.0.1"
+    xids: tuple[XidFact, ...] = ()
+    state_seq: int = 0
+    state: m.NodeState | None = None
+    gate_seq: int = 0
+    gate: m.GateSeen | None = None
+    unclear_seq: int = 0
+    unclear: m.NodeNotClear | None = None
+
+    @property
+    def present(self) -> bool:
+        """An agent of the run is on it."""
+        return bool(self.joined_seq) and not self.lost_seq
+
+
+class AttemptFacts(Noun, frozen=True, kw_only=True):
+    """The present (or last) attempt."""
+
+    plan: Plan
+    planned_seq: int
+    planned_s: float
+    state: State = State.PLANNED
+    state_s: float = 0.0
+    started_seq: int = 0
+    """Log number of the move into STARTING; 0 before."""
+    started_s: float = 0.0
+    why_stopped: str = ""
+    exits: tuple[ExitFact, ...] = ()
+    placed: Mapping[Rank, m.RankPlaced] = msgspec.field(default_factory=dict)
+    no_progress_seq: int = 0
+    no_progress: m.NoProgress | None = None
+    last_step: int = -1
+    """Highest finished train_step; -1 before the first."""
+    last_step_s: float = 0.0
+    step_times_s: tuple[float, ...] = ()
+
+    @property
+    def running(self) -> bool:
+        return self.state in (State.STARTING, State.LOADING, State.FIRST_STEP, State.TRAINING)
+
+    @property
+    def reached(self) -> int:
+        """The train_step it stands at: the last finished one, or where it was restored."""
+        return max(self.last_step, self.plan.restore_step)
+
+
+class Failure(Noun, frozen=True, kw_only=True):
+    """How an earlier attempt ended, for the rules that look at repeats."""
+
+    attempt: int
+    nodes: tuple[Node, ...]
+    restore_step: int
+    reached: int
+    exception: str = ""
+    error_class: str = ""
+    phase: str = ""
+    node: Node | None = None
+    """Where the primary exit was."""
+    rank: Rank | None = None
+    exit_code: int | None = None
+    posix_signal: int | None = None
+    hung: bool = False
+    stopped: str = ""
+    """Why it was stopped, '' where its ranks ended by themselves."""
+    finished: bool = False
+    """All its ranks exited 0 by themselves."""
+
+
+class JobFact(Noun, frozen=True, kw_only=True):
+    seq: int
+    state: m.JobState
+
+
+class AskFact(Noun, frozen=True, kw_only=True):
+    seq: int
+    ask: m.OperatorAsked
+
+
+class CheckpointFact(Noun, frozen=True, kw_only=True):
+    seq: int
+    checkpoint: m.CheckpointSeen
+
+
+class Evidence(Noun, frozen=True, kw_only=True):
+    """All that is known, as of the last folded event."""
+
+    nodes: Mapping[Node, NodeFacts] = msgspec.field(default_factory=dict)
+    current: AttemptFacts | None = None
+    past: tuple[Failure, ...] = ()
+    """Earlier attempts, oldest first."""
+    jobs: Mapping[JobId, JobFact] = msgspec.field(default_factory=dict)
+    asks: tuple[AskFact, ...] = ()
+    bad_checkpoints: tuple[CheckpointFact, ...] = ()
+    durable_step: int = 0
+    furthest_step: int = 0
+    """Highest train_step that any attempt finished."""
+
+    def node(self, node: Node) -> NodeFacts:
+        return self.nodes.get(node) or NodeFacts(node=node)
+
+    @property
+    def present(self) -> tuple[Node, ...]:
+        """Nodes with an agent, in the order in which they first joined."""
+        return tuple(n for n, facts in self.nodes.items() if facts.present)
+
+
+def replaced(thing: Any, **changes: Any) -> Any:
+    return msgspec.structs.replace(thing, **changes)
+
+
+def _with_node(evidence: Evidence, node: Node, **changes: Any) -> Evidence:
+    nodes = dict(evidence.nodes)
+    nodes[node] = replaced(evidence.node(node), **changes)
+    return replaced(evidence, nodes=nodes)  # type: ignore[no-any-return]
+
+
+def _with_attempt(evidence: Evidence, attempt: int, **changes: Any) -> Evidence:
+    """Changes to the present attempt; a signal of an older one is late and changes nothing."""
+    now = evidence.current
+    if now is None or now.plan.attempt != attempt:
+        return evidence
+    return replaced(evidence, current=replaced(now, **changes))  # type: ignore[no-any-return]
+
+
+def fold(evidence: Evidence, event: LogEvent) -> Evidence:
+    """The evidence after this event. Events that are no evidence (intents, notes) change nothing."""
+    match event.body:
+        case Seen(signal=signal):
+            return _fold_signal(evidence, event, signal)
+        case AttemptPlanned(plan=plan):
+            past = evidence.past
+            if evidence.current is not None:
+                past = (*past, failure_of(evidence.current))[-KEPT_ATTEMPTS:]
+            current = AttemptFacts(plan=plan, planned_seq=event.seq, planned_s=event.at_s, state_s=event.at_s)
+            return replaced(evidence, past=past, current=current)  # type: ignore[no-any-return]
+        case AttemptMoved() as move:
+            return _fold_move(evidence, event, move)
+        case StepsDone(attempt=attempt, steps=steps) if steps:
+            return _fold_steps(evidence, event, attempt, steps)
+        case _:
+            return evidence
+
+
+def _fold_move(evidence: Evidence, event: LogEvent, move: AttemptMoved) -> Evidence:
+    now = evidence.current
+    if now is None or now.plan.attempt != move.attempt:
+        return evidence
+    changes: dict[str, Any] = {"state": move.state}
+    if move.state is not now.state:
+        changes["state_s"] = event.at_s
+    if move.state is State.STARTING and not now.started_seq:
+        changes |= {"started_seq": event.seq, "started_s": event.at_s}
+    if move.state is State.STOPPING and not now.why_stopped:
+        changes["why_stopped"] = move.why
+    return _with_attempt(evidence, move.attempt, **changes)
+
+
+def _fold_steps(evidence: Evidence, event: LogEvent, attempt: int, steps: tuple[m.StepSeen, ...]) -> Evidence:
+    now = evidence.current
+    if now is None or now.plan.attempt != attempt or steps[-1].train_step <= now.last_step:
+        return evidence
+    fresh = [s for s in steps if s.train_step > now.last_step]
+    times = (*now.step_times_s, *(s.step_s for s in fresh))[-KEPT_STEP_TIMES:]
+    evidence = _with_attempt(
+        evidence,
+        attempt,
+        last_step=fresh[-1].train_step,
+        last_step_s=event.at_s - fresh[-1].age_s,
+        step_times_s=times,
+    )
+    return replaced(evidence, furthest_step=max(evidence.furthest_step, fresh[-1].train_step))  # type: ignore[no-any-return]
+
+
+def _fold_signal(evidence: Evidence, event: LogEvent, signal: m.Signal) -> Evidence:
+    match signal:
+        case m.XidSeen() as xid:
+            return _fold_xid(evidence, event, xid)
+        case m.RankExited() as gone:
+            now = evidence.current
+            if now is None or any(f.exit.rank == gone.rank for f in now.exits):
+                return evidence
+            fact = ExitFact(seq=event.seq, seen_s=event.at_s, exit=gone)
+            return _with_attempt(evidence, gone.attempt, exits=(*now.exits, fact))
+        case m.RankPlaced() as placed:
+            now = evidence.current
+            if now is None:
+                return evidence
+            return _with_attempt(evidence, placed.attempt, placed={**now.placed, placed.rank: placed})
+        case m.NoProgress() as stuck:
+            now = evidence.current
+            if now is None or now.no_progress_seq:
+                return evidence
+            return _with_attempt(evidence, stuck.attempt, no_progress_seq=event.seq, no_progress=stuck)
+        case m.CheckpointSeen() as checkpoint:
+            if checkpoint.verified:
+                return replaced(  # type: ignore[no-any-return]
+                    evidence, durable_step=max(evidence.durable_step, checkpoint.train_step)
+                )
+            fact2 = CheckpointFact(seq=event.seq, checkpoint=checkpoint)
+            return replaced(evidence, bad_checkpoints=(*evidence.bad_checkpoints, fact2))  # type: ignore[no-any-return]
+        case m.OperatorAsked() as ask:
+            return replaced(evidence, asks=(*evidence.asks, AskFact(seq=event.seq, ask=ask)))  # type: ignore[no-any-return]
+        case m.JobState() as job:
+            return replaced(  # type: ignore[no-any-return]
+                evidence, jobs={**evidence.jobs, job.job: JobFact(seq=event.seq, state=job)}
+            )
+        case m.SourceBlind():
+            return evidence
+        case _:
+            return _fold_node_signal(evidence, event, signal)
+
+
+def _fold_node_signal(
+    evidence: Evidence,
+    event: LogEvent,
+    signal: m.AgentJoined | m.AgentLost | m.NodeState | m.GateSeen | m.NodeNotClear,
+) -> Evidence:
+    facts = evidence.node(signal.node)
+    match signal:
+        case m.AgentJoined() as joined:
+            if joined.incarnation == facts.incarnation and facts.present:
+                return evidence
+            return _with_node(
+                evidence,
+                joined.node,
+                joined_seq=event.seq,
+                joined_s=event.at_s,
+                lost_seq=0,
+                lost=None,
+                incarnation=joined.incarnation,
+                job=joined.job,
+                address=joined.address,
+            )
+        case m.AgentLost() as lost:
+            return evidence if facts.lost_seq else _with_node(evidence, lost.node, lost_seq=event.seq, lost=lost)
+        case m.NodeState() as state:
+            return _with_node(evidence, state.node, state=state, state_seq=event.seq)
+        case m.GateSeen() as gate:
+            return _with_node(evidence, gate.node, gate=gate, gate_seq=event.seq)
+        case m.NodeNotClear() as unclear:
+            return _with_node(evidence, unclear.node, unclear=unclear, unclear_seq=event.seq)
+        case _:
+            assert_never(signal)
+
+
+def _fold_xid(evidence: Evidence, event: LogEvent, xid: m.XidSeen) -> Evidence:
+    facts = evidence.node(xid.node)
+    same = (xid.code, xid.gpu, xid.at_s, xid.text)
+    if any((f.xid.code, f.xid.gpu, f.xid.at_s, f.xid.text) == same for f in facts.xids):
+        return evidence  # the same line, read twice
+    attempt = evidence.current.plan.attempt if evidence.current else 0
+    fact = XidFact(seq=event.seq, seen_s=event.at_s, attempt=attempt, xid=xid)
+    return _with_node(evidence, xid.node, xids=(*facts.xids, fact)[-KEPT_XIDS:])
+
+
+ECHO_CLASSES = frozenset({"peer_died", "nccl_timeout_victim"})
+"""Error classes of a rank that only noticed that another one was gone."""
+
+
+def primary_exit(exits: tuple[ExitFact, ...]) -> ExitFact | None:
+    """The exit that began it: the earliest that was not asked for and is no echo of another rank's end.
+
+    Ranks that saw a peer's connection close, and ranks that were told to end, follow; they never lead unless
+    nothing else is there.
+    """
+    own = [f for f in exits if not f.exit.asked and (f.exit.exit_code or f.exit.posix_signal)]
+    if not own:
+        return None
+    return min(own, key=lambda f: (f.exit.error_class in ECHO_CLASSES, f.exit.at_s, f.seq))
+
+
+def failure_of(attempt: AttemptFacts) -> Failure:
+    """What the rules about repeats need to remember of an attempt that is over."""
+    first = primary_exit(attempt.exits)
+    gone = first.exit if first else None
+    return Failure(
+        attempt=attempt.plan.attempt,
+        nodes=attempt.plan.nodes,
+        restore_step=attempt.plan.restore_step,
+        reached=attempt.reached,
+        exception=gone.exception if gone else "",
+        error_class=gone.error_class if gone else "",
+        phase=gone.phase if gone else "",
+        node=gone.node if gone else None,
+        rank=gone.rank if gone else None,
+        exit_code=gone.exit_code if gone else None,
+        posix_signal=gone.posix_signal if gone else None,
+        hung=attempt.no_progress is not None,
+        stopped=attempt.why_stopped,
+        finished=bool(attempt.exits) and all(f.exit.exit_code == 0 for f in attempt.exits),
+    )

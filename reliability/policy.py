@@ -1,0 +1,116 @@
+"""Judging: evidence in, verdicts out, each with its `because`. Pure -- no clock, no Slurm, no logging.
+
+Scope comes first: before a node is blamed, the rules ask how far the same thing reaches. Hardware is convicted by the
+kernel's word alone or by the node gate; what a rank prints blames a program. "Ambiguous" is a legal verdict, and what
+follows from it is cheap and reversible.
+
+The rules stand in rules_operator.py (a person's or the scheduler's will), rules_node.py (hardware, lost agents, gates)
+and rules_attempt.py (ranks that died, hang, or never began); this module asks them in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from typing import Protocol
+
+from outlast.reliability.evidence import Evidence
+from outlast.reliability.model import Node, Noun, Verdict
+
+
+class XidMeaning(Protocol):
+    """What judging needs to know of an XID (reliability/catalogue.py: XidRow)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def blames(self) -> str: ...
+    @property
+    def class_(self) -> str: ...
+    @property
+    def alone(self) -> bool: ...
+    @property
+    def convicts(self) -> bool: ...
+    @property
+    def drains(self) -> bool: ...
+    @property
+    def stops_training(self) -> bool: ...
+
+
+class Policy(Noun, frozen=True, kw_only=True):
+    """The numbers and tables that judging goes by."""
+
+    xid: Callable[[int], XidMeaning]
+    """The catalogue: code -> what it means (XID 154 is read by its text, rules_node.py)."""
+    settle_s: float = 2.0
+    """After a rank's death, wait this long for the kernel's word before blaming the program."""
+    burst_s: float = 60.0
+    """Hardware events of one class within this time count as one cause when their reach is measured."""
+    many_nodes: int = 3
+    """A cause seen on this many nodes at once (or on all of a smaller run) is not a node's fault."""
+    same_failure_limit: int = 3
+    """The same failure at the same train_step this often: restarting cannot help."""
+    suspect_after: int = 2
+    """Unexplained deaths on the same node in a row before it is taken for the cause."""
+    near_restore_steps: int = 2
+    """A failure within so many train_steps of a restore may be the checkpoint's."""
+
+
+class Case(Noun, frozen=True, kw_only=True):
+    """What a rule looks at."""
+
+    evidence: Evidence
+    now_s: float
+    """The supervisor's steady clock, as in the log's at_s."""
+    policy: Policy
+    excluded: frozenset[Node]
+    """Nodes that are already convicted."""
+    target_steps: int = 0
+    """The run's train_steps; 0 where exit 0 alone says that it is finished."""
+
+
+class Pending(Noun, frozen=True, kw_only=True):
+    """Too early to say: ask again at this time, or when something new is known."""
+
+    again_at_s: float
+    why: str
+
+
+Finding = Verdict | Pending
+Rule = Callable[[Case], Iterable[Finding]]
+
+
+class Judgement(Noun, frozen=True, kw_only=True):
+    verdicts: tuple[Verdict, ...] = ()
+    """New ones only, in the order to act on them."""
+    again_at_s: float | None = None
+
+
+def judge(
+    evidence: Evidence,
+    *,
+    now_s: float,
+    policy: Policy,
+    known: Set[str],
+    excluded: Set[Node],
+    rules: Iterable[Rule],
+    target_steps: int = 0,
+) -> Judgement:
+    """The verdicts that this evidence supports and that are not known yet.
+
+    A rule that comes earlier wins: once a verdict stops the attempt, or the run ends, later rules do not add a second
+    explanation of the same death (a hardware verdict about another node still counts).
+    """
+    case = Case(evidence=evidence, now_s=now_s, policy=policy, excluded=frozenset(excluded), target_steps=target_steps)
+    verdicts: list[Verdict] = []
+    again: list[float] = []
+    stopped = False
+    for rule in rules:
+        for finding in rule(case):
+            if isinstance(finding, Pending):
+                again.append(finding.again_at_s)
+                continue
+            fresh = finding.key not in known and all(finding.key != v.key for v in verdicts)
+            if fresh and not (stopped and finding.stops and not finding.convicts):
+                verdicts.append(finding)
+            stopped = stopped or finding.stops or bool(finding.ends)
+    return Judgement(verdicts=tuple(verdicts), again_at_s=min(again) if again else None)

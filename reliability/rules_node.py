@@ -1,0 +1,208 @@
+"""Rules that may convict a node: the kernel's word, a lost agent, the node gate, leftovers that cannot be killed. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from outlast.reliability.evidence import NodeFacts, XidFact
+from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
+from outlast.reliability.policy import Case, Finding, Pending, XidMeaning
+
+_RECOVERY_NONE = re.compile(r"\bto\b.*\bnone\b", re.IGNORECASE)
+"""XID 154 names the recovery that is now needed: 'changed from X to Y'. Y = None asks for nothing."""
+
+
+def in_use(case: Case, node: Node) -> bool:
+    """A running attempt has ranks on this node."""
+    now = case.evidence.current
+    return now is not None and now.running and node in now.plan.nodes
+
+
+def convicting(case: Case, fact: XidFact) -> XidMeaning | None:
+    """The catalogue's row if this line alone convicts, else None. An XID caused by an earlier one follows that one."""
+    row = case.policy.xid(fact.xid.code if fact.xid.caused_by is None else fact.xid.caused_by)
+    if fact.xid.code == 154:
+        return row if fact.xid.text and not _RECOVERY_NONE.search(fact.xid.text) else None
+    return row if row.convicts and row.alone else None
+
+
+def _reach(case: Case, row: XidMeaning) -> dict[Node, int]:
+    """Nodes on which the same class was seen within the burst time, each with its evidence."""
+    since = case.now_s - case.policy.burst_s
+    reached: dict[Node, int] = {}
+    for facts in case.evidence.nodes.values():
+        for fact in facts.xids:
+            other = convicting(case, fact)
+            if other is not None and other.class_ == row.class_ and fact.seen_s >= since:
+                reached.setdefault(facts.node, fact.seq)
+    return reached
+
+
+def hardware_xids(case: Case) -> Iterator[Finding]:
+    """A kernel line that blames this node's hardware, unless the same thing reaches many nodes at once."""
+    for facts in case.evidence.nodes.values():
+        if facts.node in case.excluded:
+            continue  # the rest of the burst, or its aftermath: one incident
+        for fact in facts.xids:
+            row = convicting(case, fact)
+            if row is None or fact.seq < facts.joined_seq:
+                continue
+            reached = _reach(case, row)
+            if len(reached) >= _many(case):
+                yield _everywhere(case, row, fact, reached)
+            else:
+                yield _hardware(case, facts, fact, row)
+            break
+
+
+def _many(case: Case) -> int:
+    """How many nodes make it everybody's trouble: the policy's number, or all nodes of a smaller run (but two at least)."""
+    return max(2, min(case.policy.many_nodes, len(case.evidence.present)))
+
+
+def _hardware(case: Case, facts: NodeFacts, fact: XidFact, row: XidMeaning) -> Verdict:
+    gpu = fact.xid.gpu
+    return Verdict(
+        key=f"hardware:{facts.node}:{facts.joined_seq}",
+        kind=Kind.HARDWARE_FAULT,
+        scope=Scope.GPU if gpu else Scope.NODE,
+        rule=row.class_ or "hardware_xid",
+        because=f"XID {fact.xid.code} ({row.name}) on {'GPU ' + gpu if gpu else 'one GPU'} of {facts.node}; no other "
+        f"node shows it; the catalogue blames the {row.blames} and needs no second witness",
+        confidence=Confidence.HIGH,
+        node=facts.node,
+        gpu=gpu,
+        convicts=True,
+        drains=row.drains,
+        stops=in_use(case, facts.node),
+        evidence=(fact.seq, *(f.seq for f in facts.xids if f.seq > fact.seq)),
+        rejected=(
+            Rejected(alternative="program", why="the kernel's own word, not a rank's output"),
+            Rejected(alternative="fabric or driver roll-out", why="one node only"),
+        ),
+    )
+
+
+def _everywhere(case: Case, row: XidMeaning, fact: XidFact, reached: dict[Node, int]) -> Verdict:
+    attempt = case.evidence.current.plan.attempt if case.evidence.current else 0
+    names = ", ".join(sorted(reached))
+    return Verdict(
+        key=f"everywhere:{row.class_}:{attempt}",
+        kind=Kind.AMBIGUOUS,
+        scope=Scope.EVERYTHING,
+        rule="many_nodes_at_once",
+        because=f"XID {fact.xid.code} ({row.name}) on {len(reached)} nodes within {case.policy.burst_s:.0f} s ({names}): "
+        "a common cause (driver, firmware, power, fabric), no node is blamed for it",
+        evidence=tuple(sorted(reached.values())),
+        rejected=(Rejected(alternative="each node's hardware", why="nodes do not break in the same way together"),),
+    )
+
+
+def other_xids(case: Case) -> Iterator[Finding]:
+    """Lines that blame a program, or that hardware alone cannot be convicted by: kept, nobody is blamed."""
+    now = case.evidence.current
+    for facts in case.evidence.nodes.values():
+        for fact in facts.xids:
+            row = case.policy.xid(fact.xid.code)
+            if convicting(case, fact) is not None or facts.node in case.excluded:
+                continue
+            died = now is not None and fact.attempt == now.plan.attempt and bool(now.exits)
+            if died:
+                continue  # the death has its own verdict, which weighs this line
+            due = fact.seen_s + case.policy.settle_s
+            if case.now_s < due:
+                yield _pending(due, facts.node)
+                continue
+            yield Verdict(
+                key=f"xid:{facts.node}:{fact.xid.gpu}:{fact.xid.code}:{fact.attempt}",
+                kind=Kind.APP_FAULT if row.blames == "program" else Kind.NO_FAULT,
+                scope=Scope.GPU,
+                rule=row.class_ or "xid_without_consequence",
+                because=f"XID {fact.xid.code} ({row.name}) on {facts.node}: the catalogue blames the {row.blames}, "
+                "no rank died of it, and alone it convicts no hardware",
+                node=None,
+                gpu=fact.xid.gpu,
+                evidence=(fact.seq,),
+                rejected=(Rejected(alternative=f"hardware of {facts.node}", why="application-class evidence alone"),),
+            )
+
+
+def _pending(due_s: float, node: Node) -> Finding:
+    return Pending(again_at_s=due_s, why=f"whether a rank on {node} dies of it")
+
+
+def lost_agents(case: Case) -> Iterator[Finding]:
+    """An agent fell silent: its node is lost to the run -- unless most of them did, then the trouble is elsewhere."""
+    lost = [f for f in case.evidence.nodes.values() if f.lost is not None and f.node not in case.excluded]
+    if not lost:
+        return
+    known = len(case.evidence.present) + len(lost)
+    if len(lost) >= 2 and 2 * len(lost) > known:
+        yield Verdict(
+            key="lost:many:" + ",".join(f"{f.node}:{f.lost_seq}" for f in lost),
+            kind=Kind.AMBIGUOUS,
+            scope=Scope.ALLOCATION,
+            rule="most_agents_lost",
+            because=f"{len(lost)} of {known} agents fell silent together: the network, the scheduler or this node, "
+            "not so many nodes; nobody is blamed",
+            stops=any(in_use(case, f.node) for f in lost),
+            evidence=tuple(f.lost_seq for f in lost),
+            rejected=(Rejected(alternative="each node", why="nodes do not die together"),),
+        )
+        return
+    for facts in lost:
+        yield _lost(case, facts)
+
+
+def _lost(case: Case, facts: NodeFacts) -> Verdict:
+    assert facts.lost is not None  # chosen by the caller
+    slurm = f"; Slurm says {facts.state.state}" if facts.state else ""
+    return Verdict(
+        key=f"lost:{facts.node}:{facts.lost_seq}",
+        kind=Kind.INFRA_EVENT,
+        scope=Scope.NODE,
+        rule="agent_lost",
+        because=f"{facts.node}: {facts.lost.why} ({facts.lost.silent_s:.1f} s){slurm}; the other agents answer",
+        confidence=Confidence.HIGH,
+        node=facts.node,
+        convicts=True,
+        stops=in_use(case, facts.node),
+        evidence=(facts.lost_seq,) + ((facts.state_seq,) if facts.state_seq else ()),
+        rejected=(
+            Rejected(alternative="network", why="all other agents of the run are heard"),
+            Rejected(alternative="drain", why="a node that is gone is not proven bad: it is left to Slurm"),
+        ),
+    )
+
+
+def gates(case: Case) -> Iterator[Finding]:
+    """The node gate found a proven fault, or something of an older attempt could not be removed."""
+    for facts in case.evidence.nodes.values():
+        gate, unclear = facts.gate, facts.unclear
+        if gate is not None and gate.outcome is GateOutcome.FAULT and facts.gate_seq > facts.joined_seq:
+            now = case.evidence.current
+            gating = now is not None and now.plan.attempt == gate.attempt and facts.node in now.plan.nodes
+            yield Verdict(
+                key=f"gate:{facts.node}:{facts.gate_seq}",
+                kind=Kind.HARDWARE_SUSPECT,
+                scope=Scope.NODE,
+                rule="gate",
+                because=f"{facts.node} did not pass its gate: " + "; ".join(gate.findings),
+                confidence=Confidence.HIGH,
+                node=facts.node,
+                convicts=True,
+                stops=gating,
+                evidence=(facts.gate_seq,),
+            )
+        if unclear is not None and facts.unclear_seq > facts.joined_seq:
+            yield Verdict(
+                key=f"unclear:{facts.node}:{facts.unclear_seq}",
+                kind=Kind.HARDWARE_SUSPECT,
+                scope=Scope.NODE,
+                rule="not_clear",
+                because=f"{facts.node} still holds something of attempt {unclear.attempt} after KILL: {unclear.why}",
+                node=facts.node,
+                convicts=True,
+                evidence=(facts.unclear_seq,),
+            )
