@@ -216,9 +216,12 @@ def test_one_form_for_pci_addresses(text: str, pci: str | None) -> None:
 
 
 PIECES = st.sampled_from(
-    'NVRM: |Xid |(PCI:|0000:3b:00|): |79|154 (|, pid=|<3>|kernel: |[ 1.2] |{|"MESSAGE":|Jan 25 10:34:54 |SXid |'
-    "2025-13-45T99:99:99,1+99:99 |nvidia-nvswitch9|fallen off the bus|GPU |1,2,3,-;|kern  :err   : |Link |0x|"
-    "99999999999999999999|\\x41|\x00|\x1b[31m|message repeated 3 times: [".split("|")
+    [
+        *("NVRM: ", "Xid ", "(PCI:", "0000:3b:00", "): ", "79", "154 (", ", pid=", "<3>", "kernel: ", "[ 1.2] ", "{"),
+        *('"MESSAGE":', "Jan 25 10:34:54 ", "2025-13-45T99:99:99,1+99:99 ", "SXid ", "nvidia-nvswitch9", "GPU "),
+        *("fallen off the bus", "1,2,3,-;", "kern  :err   : ", "Link ", "0x", "99999999999999999999", "\\x41", "\x00"),
+        *("\x1b[31m", "message repeated 3 times: ["),
+    ]
 )
 
 
