@@ -1,0 +1,271 @@
+"""The reference trainer: a small real megatron.core GPT on real text. `main(argv)`, or `python -m` this module.
+
+    join ranks -> open corpus -> build -> restore -> [ fault? step -> stop asked? -> save -> record ] ... -> finish
+
+Runs under torchrun, alone, or in a process that was forked after `preload()`; one code path for CPU and GPU. It is a
+program to be supervised, and knows its supervisor only by the step recorder and by a file that asks it to stop.
+Importing this module is cheap; everything heavy is imported by `preload()`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from outlast.launchers.recorder import STOP_FILE_ENV, Recorder, current
+from outlast.launchers.trainer_args import Settings, TrainerError, parse_settings, why_not
+from outlast.launchers.trainer_faults import inject, parse_faults
+from outlast.launchers.trainer_hooks import SampleLog
+from outlast.launchers.trainer_order import microbatches, rank_ordinals, sample_at
+
+if TYPE_CHECKING:
+    import torch
+
+    from outlast.checkpoint.writer import Saver
+    from outlast.launchers.trainer_data import Corpus
+    from outlast.launchers.trainer_model import StepOutcome, Trainee
+    from outlast.launchers.trainer_state import Progress, RunFacts
+    from outlast.launchers.trainer_world import World
+
+FAULT_ENV: Final = "OUTLAST_FAULT"
+SAMPLE_LOG_ENV: Final = "OUTLAST_SAMPLE_LOG"
+
+
+def preload() -> None:
+    """Import what a rank needs, once, in a process that will be forked: no thread is started, no device opened."""
+    # numpy's BLAS would start a thread per core at import, and threads do not survive a fork
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # asks the driver's library how many GPUs there are, instead of opening one
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with warnings.catch_warnings():
+        _quiet_upstream()
+        from outlast.launchers import megatron_cpu, trainer_model, trainer_state  # noqa: F401
+
+        megatron_cpu.adapt()
+
+
+def _quiet_upstream() -> None:
+    """Dozens of lines a rank about Apex, deprecations inside torch and the like would bury a rank's own last words."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train to the last train_step, or until asked to stop; 0 for both."""
+    settings = parse_settings(sys.argv[1:] if argv is None else argv)
+    recorder = current()
+    recorder.phase("init")
+    try:
+        run(settings, os.environ, recorder)
+    except TrainerError as error:
+        sys.stderr.write(f"outlast-trainer: {error}\n")
+        return 2
+    return 0
+
+
+def run(settings: Settings, env: Mapping[str, str], recorder: Recorder, *, leave: Sequence[str] = ()) -> Training:
+    """One attempt. `leave` names upstream faults that are not to be mended: for the tests that show them."""
+    preload()
+    _quiet_upstream()
+    from outlast.launchers import megatron_fixes, trainer_world
+
+    rank_env = trainer_world.read_rank_env(env)
+    refusal = why_not(settings, rank_env.world_size)
+    if refusal:
+        raise TrainerError(refusal)
+    megatron_fixes.mend(leave=leave)
+    with _term_as_flag(settings.save_on_term) as term:
+        world = trainer_world.join(rank_env, settings)
+        training = Training(settings, env, world, recorder, term)
+        training.run()
+        trainer_world.leave()
+    recorder.phase("idle")
+    return training
+
+
+@contextmanager
+def _term_as_flag(wanted: bool) -> Iterator[list[int]]:
+    """A list that SIGTERM appends to, where wanted; else SIGTERM ends the process as it does by default."""
+    seen: list[int] = []
+    if not wanted:
+        yield seen
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: seen.append(number))
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Training:
+    """One attempt's parts, and the loop over them."""
+
+    def __init__(
+        self, settings: Settings, env: Mapping[str, str], world: World, recorder: Recorder, term: list[int]
+    ) -> None:
+        from outlast.launchers import trainer_data, trainer_model, trainer_state
+
+        self.settings = settings
+        self.world = world
+        self.recorder = recorder
+        self._term = term
+        self._faults = parse_faults(env.get(FAULT_ENV, ""))
+        self._stop_file = env.get(STOP_FILE_ENV, "")
+        self.corpus: Corpus = trainer_data.open_corpus(
+            settings.data_dir, seq=settings.seq, max_bytes=settings.data_bytes
+        )
+        self.facts: RunFacts = trainer_state.describe_run(settings, self.corpus.identity)
+        self.trainee: Trainee = trainer_model.build_trainee(settings, world)
+        self.progress: Progress = trainer_state.Progress()
+        self._sample_log = _open_sample_log(env, world)
+        self._saver = _open_saver(settings, self._on_durable)
+
+    def run(self) -> None:
+        """Restore, train to the end or to the stop, and see the last save durable."""
+        self._restore()
+        self.recorder.phase("compile")
+        stop = False
+        while self.progress.train_step < self.settings.train_steps and not stop:
+            stop = self._step()
+        self._finish()
+
+    def _restore(self) -> None:
+        from outlast.launchers import trainer_state
+
+        if self.settings.restore_dir is None:
+            return
+        self.recorder.phase("load")
+        started_s = time.monotonic()
+        self.progress = trainer_state.load_state(self.settings.restore_dir, self.trainee, self.world, self.facts)
+        took_s = time.monotonic() - started_s
+        self._say(f"restored train_step {self.progress.train_step} from {self.settings.restore_dir} in {took_s:.2f} s")
+
+    def _step(self) -> bool:
+        """One train_step and what belongs to its end; True where the run has been asked to stop after it."""
+        from outlast.launchers import trainer_model, trainer_state
+
+        train_step, before = self.progress.train_step + 1, self.progress
+        self.recorder.step_started(train_step)
+        started_s = time.monotonic()
+        inject(self._faults, rank=self.world.env.rank, train_step=train_step)
+        outcome = trainer_model.train_one_step(
+            self.trainee, self.settings, self.world, self._batches(train_step, before.samples)
+        )
+        self.progress = trainer_state.advance(before, self.settings.global_batch)
+        stop = self._stop_agreed()
+        step_s = time.monotonic() - started_s
+        save_s = self._save(stop)
+        self._record(outcome, before, step_s, save_s)
+        return stop
+
+    def _batches(self, train_step: int, consumed: int) -> Iterator[torch.Tensor]:
+        """This rank's microbatches, [micro_batch, seq + 1] each, read as they are asked for."""
+        import torch
+
+        s, world, read = self.settings, self.world, []
+        for microbatch in range(microbatches(global_batch=s.global_batch, micro_batch=s.micro_batch, dp=world.dp)):
+            ordinals = rank_ordinals(
+                consumed, microbatch=microbatch, micro_batch=s.micro_batch, dp=world.dp, dp_rank=world.dp_rank
+            )
+            rows = [sample_at(o, seed=s.seed, samples=self.corpus.samples) for o in ordinals]
+            read += list(zip(ordinals, rows, strict=True))
+            batch = torch.stack([torch.from_numpy(self.corpus.tokens(row)) for row in rows]).to(world.device)
+            if microbatch == s.global_batch // (s.micro_batch * world.dp) - 1 and self._sample_log:
+                self._sample_log.write(train_step, world.dp_rank, [o for o, _ in read], [r for _, r in read])
+            yield batch
+
+    def _stop_agreed(self) -> bool:
+        """Whether any rank has seen the stop file or SIGTERM. All ranks get the same answer."""
+        if not self._stop_file and not self.settings.save_on_term:
+            return False
+        import torch
+        import torch.distributed as dist
+
+        # one rank looks for the file: on a network file system the others may see it a train_step later
+        seen = bool(self._term) or (self.world.env.rank == 0 and self._stop_file and os.path.exists(self._stop_file))
+        flag = torch.tensor([int(seen)], dtype=torch.int32, device=self.world.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _save(self, stop: bool) -> float:
+        """Poll the save in flight, start one where it is due; returns for how long that held the loop."""
+        from outlast.launchers import trainer_state
+
+        if self._saver is None:
+            return 0.0
+        self._saver.poll()
+        every = self.settings.save_every
+        at_end = self.progress.train_step >= self.settings.train_steps
+        if not (stop or (every and (at_end or self.progress.train_step % every == 0))):
+            return 0.0
+        self.recorder.phase("save")
+        restored = self.settings.restore_dir
+        hold_s = trainer_state.save_state(
+            self._saver,
+            self.trainee,
+            self.world,
+            self.progress,
+            self.facts,
+            parents=(restored.name,) if restored else (),
+        )
+        self.recorder.phase("train")
+        return hold_s
+
+    def _record(self, outcome: StepOutcome, before: Progress, step_s: float, save_s: float) -> None:
+        s, train_step = self.settings, self.progress.train_step
+        self.recorder.step_done(
+            train_step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            samples_from=before.samples,
+            samples_to=self.progress.samples,
+            tokens=s.global_batch * s.seq,
+            save_s=save_s,
+        )
+        self.recorder.phase("train")
+        self._say(
+            f"train_step {train_step}/{s.train_steps} | loss {outcome.loss or 0.0:.4f} | "
+            f"grad norm {outcome.grad_norm or 0.0:.3f} | {step_s * 1e3:.0f} ms"
+            + (f" | save {save_s * 1e3:.0f} ms" if save_s else "")
+        )
+
+    def _finish(self) -> None:
+        if self._saver is not None:
+            self.recorder.phase("save")
+            self._saver.finish()
+            self._saver.close()
+
+    def _on_durable(self, train_step: int, hold_s: float, durable_s: float) -> None:
+        self.recorder.checkpoint_durable(train_step)
+        self._say(f"checkpoint {train_step} durable ({durable_s:.2f} s)")
+
+    def _say(self, line: str) -> None:
+        """Print on the last rank: the one that holds the loss in every layout."""
+        if self.world.env.is_last:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+
+
+def _open_sample_log(env: Mapping[str, str], world: World) -> SampleLog | None:
+    folder = env.get(SAMPLE_LOG_ENV, "")
+    if not folder or not world.speaks_for_replica:
+        return None
+    return SampleLog(Path(folder), world.env.rank, world.env.attempt)
+
+
+def _open_saver(settings: Settings, on_durable: object) -> Saver | None:
+    from outlast.checkpoint.writer import Saver
+
+    if settings.checkpoint_dir is None:
+        return None
+    return Saver(settings.checkpoint_dir, on_durable=on_durable, timeout_s=settings.timeout_s)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The state of a run, to and from a checkpoint: model, optimizer, generators, train_step, samples consumed.
+
+    Trainee + Progress --sharded_state--> {model, optimizer, rng, outlast} --Saver--> checkpoint_dir/iter_0000010
+    restore_dir --load_common--> is it this run's? --load--> Trainee + Progress
+
+Tensors are named and cut by their global position, so a checkpoint loads into any tp, pp, ep and dp. What does not
+reshard is the state of the random generators: into another layout it is drawn anew from the seed and the train_step.
+How files are written, hashed and committed is the checkpoint room's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from megatron.core.dist_checkpointing import ShardedObject  # type: ignore[import-untyped]
+from megatron.core.tensor_parallel import get_cuda_rng_tracker  # type: ignore[import-untyped]
+
+from outlast.checkpoint.manifest import Identity
+from outlast.checkpoint.reader import load, load_common
+from outlast.checkpoint.writer import Saver
+from outlast.launchers.megatron_fixes import settle_parameters
+from outlast.launchers.trainer_args import Settings, TrainerError
+from outlast.launchers.trainer_model import Trainee
+from outlast.launchers.trainer_world import World, seed_generators
+from outlast.reliability.model import Layout
+
+_FORMAT: Final[dict[str, Any]] = {
+    # the one optimizer format that loads into another tp and pp
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # dense and expert optimizers name their tensors alike, so that they reshard between ep 1 and more
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far the run is."""
+
+    train_step: int = 0
+    """Finished train_steps."""
+    samples: int = 0
+    """Samples consumed: the stream's ordinals [0, samples)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a checkpoint must agree with to be this run's; kept in its common part."""
+
+    layers: int
+    hidden: int
+    heads: int
+    experts: int
+    seq: int
+    seed: int
+    data: str
+    """The corpus' identity: sample numbers mean nothing over another text."""
+
+
+def describe_run(settings: Settings, data: str) -> RunFacts:
+    return RunFacts(
+        layers=settings.layers,
+        hidden=settings.hidden,
+        heads=settings.heads,
+        experts=settings.experts,
+        seq=settings.seq,
+        seed=settings.seed,
+        data=data,
+    )
+
+
+def layout_of(world: World) -> Layout:
+    return Layout(tp=world.tp, pp=world.pp, ep=world.ep, dp=world.dp)
+
+
+def save_state(
+    saver: Saver, trainee: Trainee, world: World, progress: Progress, facts: RunFacts, parents: tuple[str, ...] = ()
+) -> float:
+    """Start saving; returns the seconds that training was held. Collective. The state may change once it returns."""
+    settle_parameters(trainee.wrapped)
+    state = sharded_state(trainee, world, is_loading=False)
+    state["rng"] = _generators(world)
+    state["outlast"] = {
+        "train_step": progress.train_step,
+        "samples": progress.samples,
+        "run": asdict(facts),
+        "ranks": _rank_grid(world),
+    }
+    return saver.save(
+        state,
+        train_step=progress.train_step,
+        samples=progress.samples,
+        layout=layout_of(world),
+        identity=Identity(rng=f"seed {facts.seed}", data=facts.data),
+        pins={"data": facts.data},
+        parents=parents,
+        content_metadata=dict(_FORMAT),
+    )
+
+
+def load_state(path: Path, trainee: Trainee, world: World, facts: RunFacts) -> Progress:
+    """Fill model, optimizer and generators from a checkpoint of this run, saved in any layout. Collective.
+
+    Raises TrainerError where it is another run's, and what the reader raises where it is not whole.
+    """
+    common, _ = load_common(path)
+    kept = common.get("outlast")
+    if not isinstance(kept, dict):
+        raise TrainerError(f"{path}: no entry 'outlast' in common.pt: this trainer did not write it")
+    refusal = why_not_ours(facts, RunFacts(**kept["run"]))
+    if refusal:
+        raise TrainerError(f"{path}: {refusal}")
+    same_layout = kept["ranks"] == _rank_grid(world)
+    request = sharded_state(trainee, world, is_loading=True)
+    if same_layout:
+        request["rng"] = _generators(world)
+    state, _ = load(request, path)
+    trainee.module.load_state_dict(state["model"])
+    trainee.optimizer.load_state_dict(state["optimizer"])
+    progress = Progress(train_step=kept["train_step"], samples=kept["samples"])
+    if same_layout:
+        _set_generators(state["rng"])
+    else:
+        seed_generators(facts.seed + progress.train_step)
+    return progress
+
+
+def why_not_ours(ours: RunFacts, theirs: RunFacts) -> str:
+    """'' where a checkpoint with these facts continues this run, else the first difference."""
+    for name, found in asdict(theirs).items():
+        wanted = getattr(ours, name)
+        if found != wanted:
+            return f"{name} is {found!r} in the checkpoint, {wanted!r} in this run: another run's checkpoint"
+    return ""
+
+
+def sharded_state(trainee: Trainee, world: World, *, is_loading: bool) -> dict[str, Any]:
+    """Model and optimizer as Megatron names and cuts them."""
+    model = {"model": trainee.module.sharded_state_dict()}
+    optimizer = trainee.optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=dict(_FORMAT))
+    return {**model, "optimizer": optimizer}
+
+
+def _rank_grid(world: World) -> list[int]:
+    return [world.tp, world.pp, world.ep, world.dp]
+
+
+def _generators(world: World) -> Any:
+    """This rank's generator states: one object a rank, so it loads into the same layout only."""
+    states = {"cpu": torch.get_rng_state(), "tracked": get_cuda_rng_tracker().get_states()}
+    if world.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    rank, world_size = world.env.rank, world.env.world_size
+    return ShardedObject("outlast/rng", states, (world_size,), (rank,), replica_id=0)
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    get_cuda_rng_tracker().set_states(states["tracked"])
+
+
+def advance(progress: Progress, global_batch: int) -> Progress:
+    return replace(progress, train_step=progress.train_step + 1, samples=progress.samples + global_batch)
