@@ -13,7 +13,7 @@ class CheckpointError(Exception):
     """Base of all checkpoint errors. `path` names the file or directory that it is about; '' where none."""
 
     def __init__(self, what: str, *, path: str = "") -> None:
-        super().__init__(what)
+        Exception.__init__(self, what)  # not super(): StoreError has a second base with another signature
         self.path = path
 
 

@@ -89,7 +89,9 @@ class Found(Noun, frozen=True, kw_only=True):
     xxh3_128: str | None = None
     """None: not hashed (yet)."""
     refused: str = ""
-    """Why it was not opened: a symbolic link, not a regular file, unreadable; '' where it was."""
+    """Why it was not read: a symbolic link, not a regular file, unreadable; '' where it was."""
+    unreadable: bool = False
+    """True: the file system did not give it to us, which says nothing of what is in it."""
 
 
 def hash_bytes(data: bytes) -> str:
@@ -188,13 +190,13 @@ def name_kind(path: str) -> str:
     return {"common.pt": "common state", ".metadata": "shard index", "metadata.json": "format file"}.get(path, "file")
 
 
-def check(manifest: Manifest, found: Mapping[str, Found]) -> tuple[str, ...]:
-    """What is wrong with the files, a sentence each in path order; () where all is as the manifest says.
+def check(files: Mapping[str, FileEntry], found: Mapping[str, Found]) -> tuple[str, ...]:
+    """What is wrong with these files of a manifest, a sentence each in path order; () where all is as it says.
 
     A file without a hash in `found` is checked by its size alone. Files that the manifest does not list are ignored:
     nothing reads them.
     """
-    said = (_compare(path, entry, found.get(path)) for path, entry in sorted(manifest.files.items()))
+    said = (_compare(path, entry, found.get(path)) for path, entry in sorted(files.items()))
     return tuple(s for s in said if s)
 
 

@@ -1,0 +1,225 @@
+"""A directory of checkpoints: which one to restore, setting bad ones aside, removing old ones.
+
+`Store` is the real half of the CheckpointStore port. "Latest" is computed from what verifies, newest first; no
+pointer is believed. It never deletes what it finds bad, and it does not save or load: see writer.py and reader.py.
+
+What could not be read is not taken for bad: an older one is chosen where one verifies, but where none does, the
+answer is StoreError(again=True) and not "there is no checkpoint", which would start a run from the beginning.
+A directory that is not there at all is empty: a supervisor that has seen durable train_steps must not believe that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from outlast.checkpoint.commit import replace_file, write_tracker
+from outlast.checkpoint.errors import CheckpointError, NotWhole, StoreError
+from outlast.checkpoint.manifest import MARKER, Manifest
+from outlast.checkpoint.names import ASIDE, LEASES, QUARANTINE, TRACKER, name_step, parse_step
+from outlast.checkpoint.ops import Ops, RealOps
+from outlast.checkpoint.retention import clear_trash, plan_removal, read_leases, remove_checkpoint, remove_tree
+from outlast.checkpoint.verify import HashCache, Unreadable, verify
+from outlast.reliability.model import Noun
+from outlast.reliability.ports import BadCheckpoint, Choice, Restore
+
+FINAL_ERRORS = frozenset({errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
+
+
+class Reason(Noun, frozen=True, kw_only=True):
+    """Why a checkpoint lies in quarantine: `quarantine/iter_....reason`."""
+
+    train_step: int
+    why: str
+    at_s: float
+
+
+class Store:
+    """The checkpoints below one directory. Safe to use from several processes at once."""
+
+    def __init__(self, directory: Path | str, *, ops: Ops | None = None) -> None:
+        self.directory = Path(directory)
+        self._ops = ops if ops is not None else RealOps()
+        self._hashes = HashCache()
+
+    def path(self, train_step: int) -> Path:
+        return self.directory / name_step(train_step)
+
+    def choose(self, *, quarantined: Sequence[int]) -> Choice:
+        """The newest that verifies and is not quarantined; what was passed over, newest first.
+
+        Raises StoreError where the directory does not answer, or where all that could be the one cannot be read.
+        """
+        passed: list[BadCheckpoint] = []
+        unreadable: list[str] = []
+        for step in sorted(self._steps(), reverse=True):
+            path = self.path(step)
+            if step in quarantined:
+                passed.append(BadCheckpoint(train_step=step, path=str(path), why="quarantined"))
+                continue
+            try:
+                manifest = self._verify(path, step)
+            except NotWhole as e:
+                passed.append(BadCheckpoint(train_step=step, path=str(path), why="; ".join(e.problems)))
+                if isinstance(e, Unreadable):
+                    unreadable.append(path.name)
+                continue
+            restore = Restore(train_step=step, path=str(path), samples=manifest.samples)
+            return Choice(restore=restore, passed_over=tuple(passed))
+        if unreadable:
+            raise StoreError(
+                f"{self.directory}: no checkpoint verifies, but {len(unreadable)} could not be read (first: "
+                f"{unreadable[0]}). Not taken for 'none': look at the file system, then try again",
+                again=True,
+                path=str(self.directory),
+            )
+        return Choice(restore=None, passed_over=tuple(passed))
+
+    def quarantine(self, train_step: int, why: str) -> None:
+        """Move it to quarantine/ with a reason file; nothing is deleted. Doing it twice changes nothing."""
+        with self._answering("quarantine"):
+            if not os.path.lexists(self.path(train_step)):
+                return
+            target = self._free_name(QUARANTINE, name_step(train_step))
+            reason = Reason(train_step=train_step, why=why, at_s=time.time())
+            # the reason first: a reason without a checkpoint says too much, a checkpoint without one too little
+            replace_file(self._ops, target.parent, f"{target.name}.reason", msgspec.json.encode(reason) + b"\n")
+            self._move(self.path(train_step), target)
+            self._point_tracker()
+
+    def durable_steps(self) -> tuple[int, ...]:
+        """Train_steps with a commit marker, ascending; cheap, nothing is verified."""
+        return tuple(sorted(step for step in self._steps() if self._is_marked(step)))
+
+    def prune(self, keep_last: int, *, keep: Sequence[int]) -> tuple[int, ...]:
+        """Remove committed ones beyond the newest keep_last, and leftovers older than all that stay.
+
+        Never the newest that verifies, nor any in `keep`, nor a leased one; where none verifies nothing is removed.
+        Reads the newest one through once to know that it verifies. Returns the train_steps that went.
+        """
+        with self._answering("prune"):
+            if not self.directory.exists():
+                return ()
+            clear_trash(self._ops, self.directory)
+            restore = self.choose(quarantined=()).restore
+            if restore is None:
+                return ()
+            needed = {*keep, *read_leases(self.directory)}
+            durable = self.durable_steps()
+            plan = plan_removal(durable, keep_last=keep_last, keep=needed, verified=restore.train_step)
+            gone = tuple(step for step in plan if remove_checkpoint(self._ops, self.directory, step))
+            self._clear_leftovers(oldest_kept=min(step for step in durable if step not in gone), needed=needed)
+            self._clear_aside(restore.train_step)
+            if gone:
+                self._point_tracker()
+            return gone
+
+    def lease(self, train_step: int, who: str) -> Path:
+        """Keep this checkpoint from being pruned until release(); `who` names the holder, one lease each.
+
+        Raises NotWhole where it is not there (any more): look for another.
+        """
+        if not who or not all(c.isalnum() or c in "-_" for c in who):
+            raise CheckpointError(f"lease: holder {who!r}: use letters, digits, '-' and '_'")
+        path = self.directory / LEASES / f"{name_step(train_step)}.{who}"
+        with self._answering("lease"):
+            self._ops.make_dir(path.parent)
+            replace_file(self._ops, path.parent, path.name, b"")
+            if not self._is_marked(train_step):
+                self._ops.remove(path)
+                raise NotWhole(name_step(train_step), ("gone, or not committed: no lease was taken",))
+        return path
+
+    def release(self, train_step: int, who: str) -> None:
+        """Give a lease back. Doing it twice changes nothing."""
+        with self._answering("release"), suppress(FileNotFoundError):
+            self._ops.remove(self.directory / LEASES / f"{name_step(train_step)}.{who}")
+
+    def set_aside(self, train_step: int) -> Path | None:
+        """Move what has this train_step's name out of the way of a new save; None where nothing had it."""
+        with self._answering("set aside"):
+            if not os.path.lexists(self.path(train_step)):
+                return None
+            target = self._free_name(ASIDE, name_step(train_step))
+            self._move(self.path(train_step), target)
+            return target
+
+    # ------------------------------------------------------------------ below: no decisions
+
+    def _verify(self, path: Path, step: int) -> Manifest:
+        manifest = verify(path, cache=self._hashes)
+        if manifest.train_step != step:
+            raise NotWhole(path.name, (f"its manifest says train_step {manifest.train_step}",))
+        return manifest
+
+    def _steps(self) -> list[int]:
+        """Every name of a checkpoint, committed or not. A symbolic link is listed, and then refused by verify."""
+        with self._answering("list"):
+            try:
+                names = os.listdir(self.directory)
+            except FileNotFoundError:
+                return []
+        return [step for name in names if (step := parse_step(name)) is not None]
+
+    def _is_marked(self, step: int) -> bool:
+        try:
+            info = os.lstat(self.path(step) / MARKER)
+        except OSError:
+            return False
+        return stat.S_ISREG(info.st_mode) and info.st_size > 0
+
+    def _free_name(self, folder: str, name: str) -> Path:
+        self._ops.make_dir(self.directory / folder)
+        self._ops.sync_dir(self.directory)
+        taken = 1
+        target = self.directory / folder / name
+        while os.path.lexists(target):
+            taken += 1
+            target = self.directory / folder / f"{name}.{taken}"
+        return target
+
+    def _move(self, old: Path, new: Path) -> None:
+        with suppress(FileNotFoundError):  # somebody else moved it first: that is what was wanted
+            self._ops.rename(old, new)
+        self._ops.sync_dir(new.parent)
+        self._ops.sync_dir(self.directory)
+
+    def _point_tracker(self) -> None:
+        durable = self.durable_steps()
+        if durable:
+            write_tracker(self._ops, self.directory, durable[-1])
+        elif (self.directory / TRACKER).exists():
+            self._ops.remove(self.directory / TRACKER)
+
+    def _clear_leftovers(self, *, oldest_kept: int, needed: set[int]) -> None:
+        """Saves that never finished. Only ones below all that stay: a newer one may be in flight right now."""
+        for step in self._steps():
+            if step < oldest_kept and step not in needed and not self._is_marked(step):
+                remove_checkpoint(self._ops, self.directory, step)
+
+    def _clear_aside(self, verified: int) -> None:
+        """What had to make room goes once a checkpoint at least as far verifies."""
+        folder = self.directory / ASIDE
+        for name in os.listdir(folder) if folder.is_dir() else ():
+            step = parse_step(name.partition(".")[0])
+            if step is not None and step <= verified:
+                with suppress(FileNotFoundError):
+                    remove_tree(self._ops, folder / name)
+
+    @contextmanager
+    def _answering(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            raise StoreError(
+                f"{what}: {e.filename or self.directory}: {e.strerror}. Is the directory there and writable?",
+                again=e.errno not in FINAL_ERRORS,
+                path=str(self.directory),
+            ) from e
