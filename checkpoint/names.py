@@ -1,10 +1,11 @@
 """What things are called in a directory of checkpoints. Pure; the one place that knows the names.
 
-checkpoints/iter_0000030/          a checkpoint, believed once COMMITTED fits its manifest and files
-            quarantine/iter_.../   found bad: kept for a person, with `iter_....reason` beside it
-            aside/iter_....1/      in the way of a new save of the same train_step (a torn or an older one)
-            leases/iter_....WHO    somebody needs that checkpoint: it is not pruned
-            .trash-iter_...        being deleted
+checkpoints/iter_0000030/       a checkpoint, believed once COMMITTED fits its manifest and files
+            quarantine/iter_... found bad: kept for a person, with `iter_....reason` beside it
+            aside/iter_...      made room for a new save of the same train_step; counts until that one is true
+            leases/iter_....WHO somebody needs that checkpoint: it is not pruned
+            .leaving-iter_...   about to be deleted, may still come back (a lease)
+            .trash-iter_...     being deleted
             latest_checkpointed_iteration.txt   for readers that know the framework alone; never believed here
 """
 

@@ -7,6 +7,7 @@ answer. Resharding is Megatron's; which checkpoint to load is store.py's.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from megatron.core import dist_checkpointing  # type: ignore[import-untyped]
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME  # type: ignore[import-untyped]
 
 from outlast.checkpoint.errors import CheckpointError, NotWhole
-from outlast.checkpoint.manifest import Manifest
+from outlast.checkpoint.manifest import Found, Manifest, hash_bytes
 from outlast.checkpoint.verify import HashCache, find_files, read_manifest, require
 from outlast.checkpoint.verify import verify as verify_directory
 
@@ -64,13 +65,21 @@ def verify_together(directory: Path, *, how: str = "hashes", process_group: dist
 
 
 def load_common(path: Path | str, *, verify: str = "hashes") -> tuple[dict[str, Any], Manifest]:
-    """The unsharded part alone (common.pt), on this rank alone. The same refusals as load()."""
+    """The unsharded part alone (common.pt), on this rank alone, and the manifest. Raises NotWhole.
+
+    All sizes are checked, and the hash of the one file that is read: the very bytes that are unpickled then.
+    """
     _refuse_unknown(verify)
     directory = Path(path)
-    manifest = verify_directory(directory, hashes=verify == "hashes")
+    manifest = verify_directory(directory, hashes=False)
+    if COMMON_STATE_FNAME not in manifest.files:
+        raise NotWhole(directory.name, (f"its manifest lists no {COMMON_STATE_FNAME}",))
+    raw = (directory / COMMON_STATE_FNAME).read_bytes()
+    if verify == "hashes":
+        found = Found(size_bytes=len(raw), xxh3_128=hash_bytes(raw))
+        require(directory, {COMMON_STATE_FNAME: manifest.files[COMMON_STATE_FNAME]}, {COMMON_STATE_FNAME: found})
     # weights_only: tensors and plain containers, and what the program has allowed by torch.serialization
-    common = torch.load(directory / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
-    return cast(dict[str, Any], common), manifest
+    return cast(dict[str, Any], torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)), manifest
 
 
 def _refuse_unknown(how: str) -> None:

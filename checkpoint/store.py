@@ -30,6 +30,7 @@ from outlast.checkpoint.verify import HashCache, Unreadable, verify
 from outlast.reliability.model import Noun
 from outlast.reliability.ports import BadCheckpoint, Choice, Restore
 
+PROPER_PLACE = 1 << 62  # before any that was set aside
 FINAL_ERRORS = frozenset({errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
 
 
@@ -59,8 +60,7 @@ class Store:
         """
         passed: list[BadCheckpoint] = []
         unreadable: list[str] = []
-        for step in sorted(self._steps(), reverse=True):
-            path = self.path(step)
+        for step, path in self._candidates():
             if step in quarantined:
                 passed.append(BadCheckpoint(train_step=step, path=str(path), why="quarantined"))
                 continue
@@ -83,20 +83,24 @@ class Store:
         return Choice(restore=None, passed_over=tuple(passed))
 
     def quarantine(self, train_step: int, why: str) -> None:
-        """Move it to quarantine/ with a reason file; nothing is deleted. Doing it twice changes nothing."""
+        """Move all that choose() could take for this train_step to quarantine/, with a reason file each.
+
+        Nothing is deleted. Doing it twice changes nothing.
+        """
+        reason = msgspec.json.encode(Reason(train_step=train_step, why=why, at_s=time.time())) + b"\n"
+        bad = [path for step, path in self._candidates() if step == train_step]
         with self._answering("quarantine"):
-            if not os.path.lexists(self.path(train_step)):
-                return
-            target = self._free_name(QUARANTINE, name_step(train_step))
-            reason = Reason(train_step=train_step, why=why, at_s=time.time())
-            # the reason first: a reason without a checkpoint says too much, a checkpoint without one too little
-            replace_file(self._ops, target.parent, f"{target.name}.reason", msgspec.json.encode(reason) + b"\n")
-            self._move(self.path(train_step), target)
-            self._point_tracker()
+            for path in bad:
+                target = self._free_name(QUARANTINE, name_step(train_step))
+                # the reason first: a reason without a checkpoint says too much, a checkpoint without one too little
+                replace_file(self._ops, target.parent, f"{target.name}.reason", reason)
+                self._move(path, target)
+            if bad:
+                self._point_tracker()
 
     def durable_steps(self) -> tuple[int, ...]:
         """Train_steps with a commit marker, ascending; cheap, nothing is verified."""
-        return tuple(sorted(step for step in self._steps() if self._is_marked(step)))
+        return tuple(sorted({step for step, path in self._candidates() if _is_marked(path)}))
 
     def prune(self, keep_last: int, *, keep: Sequence[int]) -> tuple[int, ...]:
         """Remove committed ones beyond the newest keep_last, and leftovers older than all that stay.
@@ -112,11 +116,12 @@ class Store:
             if restore is None:
                 return ()
             needed = {*keep, *read_leases(self.directory)}
-            durable = self.durable_steps()
+            durable = [step for step in self._steps(self.directory) if _is_marked(self.path(step))]
             plan = plan_removal(durable, keep_last=keep_last, keep=needed, verified=restore.train_step)
             gone = tuple(step for step in plan if remove_checkpoint(self._ops, self.directory, step))
-            self._clear_leftovers(oldest_kept=min(step for step in durable if step not in gone), needed=needed)
-            self._clear_aside(restore.train_step)
+            staying = {restore.train_step, *durable} - {*gone}
+            self._clear_leftovers(oldest_kept=min(staying), needed=needed)
+            self._clear_aside(Path(restore.path))
             if gone:
                 self._point_tracker()
             return gone
@@ -132,7 +137,7 @@ class Store:
         with self._answering("lease"):
             self._ops.make_dir(path.parent)
             replace_file(self._ops, path.parent, path.name, b"")
-            if not self._is_marked(train_step):
+            if not _is_marked(self.path(train_step)):
                 self._ops.remove(path)
                 raise NotWhole(name_step(train_step), ("gone, or not committed: no lease was taken",))
         return path
@@ -159,21 +164,34 @@ class Store:
             raise NotWhole(path.name, (f"its manifest says train_step {manifest.train_step}",))
         return manifest
 
-    def _steps(self) -> list[int]:
-        """Every name of a checkpoint, committed or not. A symbolic link is listed, and then refused by verify."""
+    def _candidates(self) -> list[tuple[int, Path]]:
+        """Every directory that may be chosen, newest first: all with a checkpoint's name, and behind each the
+        committed ones that made room for it, since a save that dies must not cost the one it was to replace.
+
+        A symbolic link is listed, and then refused by verify.
+        """
         with self._answering("list"):
-            try:
-                names = os.listdir(self.directory)
-            except FileNotFoundError:
-                return []
+            places = [(step, PROPER_PLACE, self.path(step)) for step in self._steps(self.directory)]
+            places += [place for place in self._set_aside() if _is_marked(place[2])]
+        return [(step, path) for step, _, path in sorted(places, reverse=True)]
+
+    def _steps(self, folder: Path) -> list[int]:
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            return []
         return [step for name in names if (step := parse_step(name)) is not None]
 
-    def _is_marked(self, step: int) -> bool:
-        try:
-            info = os.lstat(self.path(step) / MARKER)
-        except OSError:
-            return False
-        return stat.S_ISREG(info.st_mode) and info.st_size > 0
+    def _set_aside(self) -> list[tuple[int, int, Path]]:
+        """train_step, how manieth of its name, path."""
+        folder = self.directory / ASIDE
+        found = []
+        for name in os.listdir(folder) if folder.is_dir() else ():
+            first, _, number = name.partition(".")
+            step = parse_step(first)
+            if step is not None and (number or "1").isdecimal():
+                found.append((step, int(number or 1), folder / name))
+        return found
 
     def _free_name(self, folder: str, name: str) -> Path:
         self._ops.make_dir(self.directory / folder)
@@ -188,8 +206,8 @@ class Store:
     def _move(self, old: Path, new: Path) -> None:
         with suppress(FileNotFoundError):  # somebody else moved it first: that is what was wanted
             self._ops.rename(old, new)
-        self._ops.sync_dir(new.parent)
-        self._ops.sync_dir(self.directory)
+        for folder in {new.parent, old.parent, self.directory}:
+            self._ops.sync_dir(folder)
 
     def _point_tracker(self) -> None:
         durable = self.durable_steps()
@@ -200,18 +218,16 @@ class Store:
 
     def _clear_leftovers(self, *, oldest_kept: int, needed: set[int]) -> None:
         """Saves that never finished. Only ones below all that stay: a newer one may be in flight right now."""
-        for step in self._steps():
-            if step < oldest_kept and step not in needed and not self._is_marked(step):
+        for step in self._steps(self.directory):
+            if step < oldest_kept and step not in needed and not _is_marked(self.path(step)):
                 remove_checkpoint(self._ops, self.directory, step)
 
-    def _clear_aside(self, verified: int) -> None:
-        """What had to make room goes once a checkpoint at least as far verifies."""
-        folder = self.directory / ASIDE
-        for name in os.listdir(folder) if folder.is_dir() else ():
-            step = parse_step(name.partition(".")[0])
-            if step is not None and step <= verified:
-                with suppress(FileNotFoundError):
-                    remove_tree(self._ops, folder / name)
+    def _clear_aside(self, verified: Path) -> None:
+        """What had to make room goes once a checkpoint at least as far verifies in its proper place."""
+        step = parse_step(verified.name)
+        for old, _, path in self._set_aside():
+            if step is not None and old <= step:
+                remove_tree(self._ops, path)
 
     @contextmanager
     def _answering(self, what: str) -> Iterator[None]:
@@ -223,3 +239,12 @@ class Store:
                 again=e.errno not in FINAL_ERRORS,
                 path=str(self.directory),
             ) from e
+
+
+def _is_marked(path: Path) -> bool:
+    """It says that it is committed; whether that is so is verify's to find."""
+    try:
+        info = os.lstat(path / MARKER)
+    except OSError:
+        return False
+    return stat.S_ISREG(info.st_mode) and info.st_size > 0

@@ -340,8 +340,15 @@ class _Job:
         link.report(Stage.HALFWAY, pickle.dumps(written))
         if self.first:
             self._commit([pickle.loads(part) for part in pickle.loads(link.wait(ANSWER_S))])
-            link.report(Stage.DONE, str(time.monotonic() - self.began_s).encode())
-            self._tidy()
+            durable_s = time.monotonic() - self.began_s
+            # after the commit nothing may fail the save: what is left undone, the next save or the supervisor does
+            with suppress(OSError, CheckpointError):
+                write_tracker(RealOps(), self.root, self.manifest.train_step)
+                self.reach("commit.tracker")
+            link.report(Stage.DONE, str(durable_s).encode())
+            if self.keep_last:
+                with suppress(OSError, CheckpointError):
+                    Store(self.root).prune(self.keep_last, keep=self.keep)
 
     def _commit(self, written: list[Written]) -> None:
         ops = RealOps()
@@ -353,14 +360,6 @@ class _Job:
         self.reach("commit.index")
         manifest = msgspec.structs.replace(self.manifest, files=files, made_at_s=time.time())
         commit(ops, self.directory, manifest, self.reach)
-
-    def _tidy(self) -> None:
-        """After the commit nothing may fail the save: the next one, or the supervisor, tidies again."""
-        with suppress(OSError, CheckpointError):
-            write_tracker(RealOps(), self.root, self.manifest.train_step)
-            self.reach("commit.tracker")
-            if self.keep_last:
-                Store(self.root).prune(self.keep_last, keep=self.keep)
 
 
 def _make_group(timeout_s: float) -> dist.ProcessGroup:
