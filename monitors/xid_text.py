@@ -54,7 +54,7 @@ _RECOVERY: Final = re.compile(
     r"recovery action changed from [^()]{0,16}\(([^()]{1,48})\) to [^()]{0,16}\(([^()]{1,48})\)"
 )
 _NVLINK5: Final = re.compile(
-    r"(?P<unit>[A-Z][A-Z0-9_]{2,40}) {1,4}(?P<word>Nonfatal|Non-fatal|Fatal|fatal|nonfatal) {1,4}"
+    r"(?P<unit>[A-Z][A-Z0-9_]{2,40}) {1,4}(?P<word>Nonfatal|Non-fatal|(?:Link )?Fatal|fatal|nonfatal) {1,4}"
     r"XC(?P<xc>[0-9]) i(?P<inj>[0-9]) "
     r"Link {1,2}(?P<link>-?[0-9]{1,3}) {0,2}(?:\((?P<regs>[0-9a-fA-Fx, ]{0,120}))?"
 )
