@@ -116,12 +116,14 @@ class Cost(Noun, frozen=True, kw_only=True):
 
 def ledger(events: Iterable[LogEvent]) -> Ledger:
     """The ledger of a log, or of any part of one."""
-    return reckon(trace(events))
+    run = trace(events)
+    return reckon(run, spans(run))
 
 
-def reckon(run: Trace) -> Ledger:
+def reckon(run: Trace, painted: Sequence[Span]) -> Ledger:
+    """The sums of a painted run."""
     parts: dict[str, list[float]] = {state: [] for state in STATES}
-    for span in spans(run):
+    for span in painted:
         parts[span.state].append(span.to_s - span.from_s)
     entries = tuple(Entry(role=ROLE, state=state, seconds_s=math.fsum(parts[state])) for state in STATES)
     unsure_s = math.fsum(gap.to_s - gap.from_s for gap in run.gaps if gap.other_boot)
@@ -320,10 +322,10 @@ def _first_sign_s(run: Trace, trial: Trial) -> float:
     return math.inf if case is None or case.verdict.ends else sign_s(run, case)
 
 
-def costs(run: Trace) -> tuple[Cost, ...]:
+def costs(run: Trace, painted: Sequence[Span]) -> tuple[Cost, ...]:
     """What each incident cost, in their order; the incident that ended an attempt bears all of its loss."""
     lost_s: dict[int, float] = {}
-    for span in spans(run):
+    for span in painted:
         if span.state == "lost_work":
             lost_s[span.attempt] = lost_s.get(span.attempt, 0.0) + span.to_s - span.from_s
     return tuple(_cost(run, case, lost_s.get(case.attempt, 0.0)) for case in run.cases.values())

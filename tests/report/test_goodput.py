@@ -44,7 +44,7 @@ def check_sums(events: Sequence[LogEvent]) -> None:
         assert span.to_s > span.from_s
         at_s = span.to_s
     assert at_s == run.wall_s
-    book = reckon(run)
+    book = reckon(run, spans(run))
     assert all(entry.seconds_s >= 0 for entry in book.entries)
     assert [entry.state for entry in book.entries] == list(STATES)
     flat = book.flat()
@@ -110,8 +110,8 @@ def test_generated_histories_sum_and_lose_what_is_done_again(new_story: New, att
     check_sums(story.events)
     check_sums(story.events[: int(cut * len(story.events))])
     run = trace(story.events)
-    redone = sum(c.lost_s for c in costs(run))
-    assert redone <= reckon(run).seconds("lost_work") + 1e-9
+    redone = sum(c.lost_s for c in costs(run, spans(run)))
+    assert redone <= reckon(run, spans(run)).seconds("lost_work") + 1e-9
 
 
 def end_attempt(story: Any, number: int, ending: str, pause_s: float) -> None:
@@ -147,7 +147,8 @@ def test_the_demo_is_accounted_to_the_hundredth(demo_events: tuple[LogEvent, ...
 
 
 def test_what_each_incident_of_the_demo_cost(demo_events: tuple[LogEvent, ...]) -> None:
-    swap, restart, shrink = costs(trace(demo_events))
+    run = trace(demo_events)
+    swap, restart, shrink = costs(run, spans(run))
     assert (swap.lost_steps, restart.lost_steps, shrink.lost_steps) == (2, 4, 8)
     assert swap.lost_s == pytest.approx(0.5)
     assert swap.recovery_s == pytest.approx(2.2)
