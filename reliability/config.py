@@ -30,7 +30,7 @@ from outlast.reliability.config_shape import (
     settle_names,
 )
 from outlast.reliability.config_yaml import LIMIT_BYTES, Tree, YamlError, parse_yaml
-from outlast.reliability.findings import ConfigError, Finding, show
+from outlast.reliability.findings import ConfigError, Finding, printable, show
 from outlast.reliability.model import Noun
 from outlast.reliability.runfile import RunFile
 
@@ -112,7 +112,7 @@ def _read_layers(
     if params_file is not None:
         yield {"params": _read_tree(params_file, findings)}, str(params_file)
     for text in settings:
-        source = f"--set {text if len(text) <= 80 else text[:77] + '...'}"
+        source = f"--set {printable(text if len(text) <= 80 else text[:77] + '...')}"
         try:
             yield parse_setting(text), source
         except YamlError as error:

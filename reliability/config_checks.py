@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from outlast.reliability.durations import render_duration
 from outlast.reliability.model import Noun
 from outlast.reliability.runfile import RunFile
 
@@ -122,3 +123,25 @@ def _check_rest(run: RunFile) -> list[Complaint]:
                 Complaint(path=f"$.limits.{name}", text="0 would end every attempt at once; expected more than 0")
             )
     return found
+
+
+def describe(run: RunFile) -> tuple[str, ...]:
+    """What the settings come to, in sentences for `config check`."""
+    layout, cluster, every = run.layout, run.cluster, run.checkpoint
+    world = cluster.nodes * run.ranks_per_node
+    dp = world // (layout.tp * layout.pp * layout.cp)
+    lines = [f"{world} ranks on {cluster.nodes} nodes: tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {dp}"]
+    if cluster.spares:
+        lines.append(f"{cluster.spares} spare nodes are asked for besides: {cluster.nodes + cluster.spares} in all")
+    if run.nodes_min < cluster.nodes:
+        lines.append(
+            f"nodes lost beyond the spares: {', '.join(layout.may_change)} may shrink to {run.nodes_min} nodes"
+        )
+    else:
+        lines.append("nodes lost beyond the spares: the run waits, it may not shrink (nodes_min)")
+    if every.every_steps:
+        lines.append(f"a checkpoint every {every.every_steps} train_steps, the newest {every.keep_last} are kept")
+    else:
+        lines.append(f"a checkpoint every {render_duration(every.every_s)}, the newest {every.keep_last} are kept")
+    target = f"train_step {run.train_steps}" if run.train_steps else "the program's own end (exit 0)"
+    return (*lines, f"finished at {target}")

@@ -71,7 +71,10 @@ def parse_yaml(text: str | bytes) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise YamlError(f"{where}{error.problem or error.context}") from None
+        # "expected a single document ..., but found another": two halves of one sentence
+        split = (error.problem or "").startswith("but ")
+        problem = f"{error.context}, {error.problem}" if split else error.problem or error.context
+        raise YamlError(f"{where}{problem}") from None
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from None
     except RecursionError:

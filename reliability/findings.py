@@ -40,5 +40,10 @@ def show(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, int) and abs(value) >= 10**20:
         return "a number of more than 20 digits"  # str() of a huge int is refused by Python itself
-    text = f"'{value.encode('unicode_escape').decode()}'" if isinstance(value, str) else str(value)
+    text = f"'{printable(value)}'" if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def printable(text: str) -> str:
+    """The same with control characters and line breaks written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -130,7 +130,7 @@ def find_run(word: str, run_root: Path | None = None) -> RunDir:
         if (path / "run.yaml").is_file():
             return RunDir(root=path.absolute())
     names = [run_dir.name for run_dir in list_runs(root)]
-    raise ConfigError([Finding(source=word, text=f"no such run{_hint(word, names)}; looked in {_join(tried)}")])
+    raise ConfigError([Finding(source=word, text=f"no such run; looked for {_join(tried)}{_hint(word, names)}")])
 
 
 def _hint(word: str, names: list[str]) -> str:

@@ -1,0 +1,70 @@
+"""`outlast doctor`: is this place fit for a run? Every finding says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from outlast.reliability.cli.common import as_json, overrides, read
+from outlast.reliability.cli.root import UNFIT
+from outlast.reliability.cli.show import print_json, visible
+from outlast.reliability.config import run_root_default
+
+if TYPE_CHECKING:
+    from outlast.reliability.cli.site import Row
+
+
+@click.command()
+@click.argument("run_file", type=click.Path(path_type=Path), metavar="[RUN.yaml]", required=False)
+@overrides
+@as_json
+def doctor(run_file: Path | None, settings: tuple[str, ...], params_file: Path | None, as_json: bool) -> int:
+    """Whether this place is fit: Slurm's settings, rights, the shared file system, packages, secrets.
+
+    With RUN.yaml it looks at what that run needs, without it at what runs need in general. Nothing is changed.
+
+    Exit codes: 0 fit (notes and warnings may stand), 2 RUN.yaml cannot be used, 4 unfit.
+    """
+    from outlast.reliability.cli.site import Grade, look
+
+    run = read(run_file, settings, params_file).run if run_file else None
+    root = Path(run.run_root if run else run_root_default()[0]).absolute()
+    wants_slurm = run is None or run.cluster.kind == "slurm"
+    rows = [*(_look_at_slurm(required=run is not None) if wants_slurm else ()), *look(run, root)]
+    unfit = any(row.grade is Grade.UNFIT for row in rows)
+    if as_json:
+        print_json({"fit": not unfit, "findings": rows})
+    else:
+        _print(rows)
+        click.echo("\nunfit: see above what to do" if unfit else "\nfit")
+    return UNFIT if unfit else 0
+
+
+def _look_at_slurm(*, required: bool) -> Iterable[Row]:
+    """Slurm's findings as rows. Without a run file, no Slurm here is worth a note only: there is the local cluster."""
+    from outlast.reliability.cli.site import Grade, Row
+
+    try:
+        from outlast.slurm.fitness import examine
+    except ImportError as error:
+        yield Row(subject="slurm", grade=Grade.WARNING, found=f"not looked at: {error}")
+        return
+    raise NotImplementedError(examine, required)
+
+
+def _print(rows: Iterable[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "note": "cyan", "warning": "yellow", "unfit": "bold red"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        found = Text(visible(row.found))
+        if row.do:
+            found.append(f"\n-> {visible(row.do)}", style="dim")
+        table.add_row(Text(visible(row.subject)), Text(row.grade, style=colours[row.grade]), found)
+    Console(highlight=False, soft_wrap=False).print(table)
