@@ -58,6 +58,8 @@ def decide(verdict: Verdict, now: Situation, *, legal: Legal) -> tuple[Action, .
     if verdict.hold:
         return (*drains, m.Hold(why=verdict.because))
     in_plan = now.plan is not None and verdict.node in now.plan.nodes
+    if not verdict.stops and verdict.quarantine >= 0:
+        return (*drains, m.RollBack(quarantine=verdict.quarantine, why=verdict.because))
     if not verdict.stops:
         why = "the attempt goes on" + (f"; {verdict.node} is not used any more" if verdict.convicts else "")
         return (*drains, m.LeaveIt(why=why))

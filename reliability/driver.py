@@ -53,6 +53,8 @@ def drive(state: RunState, views: Mapping[Node, AgentView], *, now_s: float, lim
     now = state.evidence.current
     if now is None:
         return ()
+    if state.must_stop == now.plan.attempt and now.state not in (State.STOPPING, State.ENDED):
+        return (Move(event=Event.STOP_ASKED, why=state.must_stop_why),)
     match now.state:
         case State.PLANNED:
             return (Move(event=Event.GATE_ASKED),)

@@ -94,16 +94,17 @@ def judge(
     excluded: Set[Node],
     rules: Iterable[Rule],
     target_steps: int = 0,
+    stopped: bool = False,
 ) -> Judgement:
     """The verdicts that this evidence supports and that are not known yet.
 
     A rule that comes earlier wins: once a verdict stops the attempt, or the run ends, later rules do not add a second
-    explanation of the same death (a hardware verdict about another node still counts).
+    explanation of the same death (a hardware verdict about another node still counts). `stopped`: an earlier verdict
+    has stopped the present attempt already.
     """
     case = Case(evidence=evidence, now_s=now_s, policy=policy, excluded=frozenset(excluded), target_steps=target_steps)
     verdicts: list[Verdict] = []
     again: list[float] = []
-    stopped = False
     for rule in rules:
         for finding in rule(case):
             if isinstance(finding, Pending):

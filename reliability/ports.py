@@ -6,11 +6,13 @@ answer (try again) or refused (do not). Nothing here decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from outlast.reliability.model import JobId, JobState, Layout, Node, NodeState, Noun, Plan
+from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
+from outlast.reliability.wire import RankSpec
 
 
 class PortError(Exception):
@@ -108,13 +110,25 @@ class CheckpointStore(Protocol):
 
 
 class Launcher(Protocol):
-    """How a kind of program is started: its command line, environment and preloads. Pure."""
+    """How a kind of program is told its layout and where to restore from. Pure."""
 
     def argv(self, run: RunFile, plan: Plan) -> tuple[str, ...]: ...
 
     def env(self, run: RunFile, plan: Plan) -> dict[str, str]: ...
 
     def preload(self, run: RunFile) -> tuple[str, ...]: ...
+
+    def legal(self, run: RunFile, layout: Layout) -> str:
+        """'' where the program can run in this layout, else why not."""
+
+
+class Starter(Protocol):
+    """What the supervisor needs to start an attempt's ranks. Pure."""
+
+    def ranks(
+        self, run: RunFile, run_dir: RunDir, plan: Plan, *, addresses: Mapping[Node, str], master_port: int
+    ) -> tuple[RankSpec, ...]:
+        """All ranks of the plan, each with its command line and environment, in rank order."""
 
     def legal(self, run: RunFile, layout: Layout) -> str:
         """'' where the program can run in this layout, else why not."""

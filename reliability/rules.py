@@ -19,6 +19,7 @@ RULES: Final[tuple[Rule, ...]] = (
     # then what only ends an attempt
     rules_attempt.misplaced,
     rules_attempt.replaced_agents,
+    rules_attempt.bad_checkpoints,
     rules_attempt.dead_ranks,
     rules_attempt.hangs,
     rules_attempt.ended_early,

@@ -276,6 +276,23 @@ def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
     )
 
 
+def bad_checkpoints(case: Case) -> Iterator[Finding]:
+    """A committed checkpoint that does not verify is set aside; the one before it is used."""
+    for fact in case.evidence.bad_checkpoints:
+        bad = fact.checkpoint
+        yield Verdict(
+            key=f"checkpoint:{bad.train_step}:{bad.why}",
+            kind=Kind.CHECKPOINT_UNUSABLE,
+            scope=Scope.CHECKPOINT,
+            rule="does_not_verify",
+            because=f"the checkpoint of train_step {bad.train_step} does not verify: {bad.why}; nothing is deleted",
+            confidence=Confidence.HIGH,
+            quarantine=bad.train_step,
+            evidence=(fact.seq,),
+            rejected=(Rejected(alternative="any node", why="found by its hashes before a rank was started"),),
+        )
+
+
 def hangs(case: Case) -> Iterator[Finding]:
     """No train_step for too long; the stacks were taken before this was said."""
     now = case.evidence.current

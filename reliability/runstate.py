@@ -29,6 +29,10 @@ from outlast.reliability.evidence import Evidence, fold, replaced
 from outlast.reliability.model import JobId, Node, Noun
 
 
+FIRST = (m.Drain, m.Advise, m.Feed)
+"""Actions that come before the one that settles an incident."""
+
+
 class Exclusion(Noun, frozen=True, kw_only=True):
     """A node that this run does not use, and why."""
 
@@ -82,8 +86,19 @@ class RunState(Noun, frozen=True, kw_only=True):
     """Since when the run has had no attempt and too few nodes; None where it does not wait."""
     ending: m.EndRun | None = None
     ended: RunEnded | None = None
+    must_stop: int = 0
+    """The attempt that a verdict said cannot go on; 0 none."""
+    must_stop_why: str = ""
+    unsettled: Mapping[int, tuple[m.Action, ...]] = msgspec.field(default_factory=dict)
+    """Incidents whose last action is not intended yet, with what is: a supervisor that died in between is continued."""
     at_checkpoint_from: int | None = None
     """A change of nodes that waits for a checkpoint newer than this train_step; None where none waits."""
+
+    @property
+    def stopped(self) -> bool:
+        """A verdict has stopped the present attempt."""
+        now = self.evidence.current
+        return now is not None and self.must_stop == now.plan.attempt
 
     def open(self, kind: type[m.Noun]) -> tuple[OpenAct, ...]:
         return tuple(a for a in self.open_acts.values() if isinstance(a.action, kind))
@@ -148,7 +163,11 @@ def _advance_judged(state: RunState, event: LogEvent, judged: Judged) -> RunStat
     changes: dict[str, Any] = {
         "incidents": (*state.incidents, Incident(number=judged.incident, at_s=event.at_s, verdict=v)),
         "keys": state.keys | {v.key},
+        "unsettled": {**state.unsettled, judged.incident: ()},
     }
+    now = state.evidence.current
+    if v.stops and not v.at_checkpoint and now is not None:
+        changes |= {"must_stop": now.plan.attempt, "must_stop_why": v.rule}
     if v.convicts and v.node is not None and v.node not in state.excluded:
         exclusion = Exclusion(node=v.node, rule=v.rule, incident=judged.incident, at_s=event.at_s)
         changes["excluded"] = {**state.excluded, v.node: exclusion}
@@ -162,6 +181,13 @@ def _advance_judged(state: RunState, event: LogEvent, judged: Judged) -> RunStat
 def _advance_intent(state: RunState, event: LogEvent, intent: Intent) -> RunState:
     act = OpenAct(act=intent.act, action=intent.action, incident=intent.incident, at_s=event.at_s)
     changes: dict[str, Any] = {"acts": intent.act, "open_acts": {**state.open_acts, intent.act: act}}
+    if intent.incident in state.unsettled:
+        unsettled = dict(state.unsettled)
+        if isinstance(intent.action, FIRST):
+            unsettled[intent.incident] = (*unsettled[intent.incident], intent.action)
+        else:
+            del unsettled[intent.incident]
+        changes["unsettled"] = unsettled
     match intent.action:
         case m.Drain():
             changes["drains_s"] = (*state.drains_s, event.at_s)

@@ -1,0 +1,129 @@
+"""Builds a supervisor from the real parts: the one place that knows which half of each port is used."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from outlast.reliability.catalogue import load as load_catalogue
+from outlast.reliability.clock import SteadyClock
+from outlast.reliability.config import load_frozen
+from outlast.reliability.events import LogEvent
+from outlast.reliability.model import Node, Rank
+from outlast.reliability.parts import Parts
+from outlast.reliability.policy import Policy
+from outlast.reliability.ports import CheckpointStore, Cluster, Starter
+from outlast.reliability.rundir import RunDir
+from outlast.reliability.runfile import RunFile
+from outlast.reliability.supervise import supervise
+from outlast.reliability.switchboard import Switchboard
+from outlast.reliability.wire import RankStack
+
+
+def run_supervisor(
+    run_dir: RunDir,
+    *,
+    why: str,
+    in_batch: bool = False,
+    cluster: Cluster | None = None,
+    on_event: Callable[[LogEvent], None] | None = None,
+) -> int:
+    """Supervise this run until it is over; an exit code of `outlast`."""
+    run = load_frozen(run_dir)
+    secret = bytes.fromhex(run_dir.secret.read_text().strip())
+    node = os.environ.get("OUTLAST_NODE") or os.environ.get("SLURMD_NODENAME") or ""
+    chosen = cluster or make_cluster(run_dir, run)
+
+    def build(board: Switchboard) -> Parts:
+        return make_parts(run_dir, run, board, chosen, node=node, in_batch=in_batch, on_event=on_event)
+
+    host = address_of(chosen, run, Node(node))
+    return asyncio.run(
+        supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch)
+    )
+
+
+def make_cluster(run_dir: RunDir, run: RunFile) -> Cluster:
+    """The scheduler that the run file names."""
+    if run.cluster.kind == "local":
+        from outlast.launchers.local import LocalCluster
+
+        return LocalCluster(run_dir, run)
+    from outlast.launchers.slurm_cluster import SlurmCluster
+
+    return SlurmCluster(run_dir, run)
+
+
+def make_parts(
+    run_dir: RunDir,
+    run: RunFile,
+    board: Switchboard,
+    cluster: Cluster,
+    *,
+    node: str,
+    in_batch: bool,
+    on_event: Callable[[LogEvent], None] | None,
+) -> Parts:
+    from outlast.launchers.specs import Ranks
+    from outlast.reliability.pager import WebhookPager
+
+    catalogue = load_catalogue()
+    slurm = run.cluster.kind != "local"
+    starter: Starter = Ranks(run)
+    return Parts(
+        run_dir=run_dir,
+        run=run,
+        cluster=cluster,
+        store=make_store(run_dir, run),
+        starter=starter,
+        pager=WebhookPager(run_dir, run.notify),
+        clock=SteadyClock(),
+        policy=Policy(xid=catalogue.xid, settle_s=run.limits.settle_s),
+        board=board,
+        find_suspect=find_suspect,
+        on_event=on_event,
+        in_batch=in_batch,
+        node=node,
+        can_feed=slurm,
+        can_requeue=slurm and in_batch,
+        poll_s=2.0 if not slurm else 3.0,
+    )
+
+
+def make_store(run_dir: RunDir, run: RunFile) -> CheckpointStore:
+    from outlast.checkpoint.store import Store
+
+    return Store(Path(run.checkpoint.dir) if run.checkpoint.dir else run_dir.checkpoints)
+
+
+def find_suspect(stacks: Sequence[RankStack]) -> tuple[Rank | None, str]:
+    from outlast.monitors.hang import StackFacts, find
+
+    return find(
+        tuple(
+            StackFacts(
+                rank=s.rank,
+                process_state=s.process_state,
+                waiting=s.waiting,
+                phase=s.phase,
+                train_step=s.train_step,
+                still_s=s.still_s,
+                stack=s.stack,
+            )
+            for s in stacks
+        )
+    )
+
+
+def address_of(cluster: Cluster, run: RunFile, node: Node) -> str:
+    """The address on which the run's nodes reach this process. Loopback unless the nodes are elsewhere."""
+    if run.cluster.kind == "local":
+        return "127.0.0.1"
+    from outlast.launchers.slurm_cluster import SlurmCluster
+
+    if node and isinstance(cluster, SlurmCluster) and (address := cluster.address(node)):
+        return address
+    return socket.gethostbyname(socket.gethostname())

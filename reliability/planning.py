@@ -1,0 +1,122 @@
+"""From the state and what the scheduler said to the situation that decisions are made in, and to the next plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outlast.reliability import model as m
+from outlast.reliability.attempt import State
+from outlast.reliability.decide import Legal, Situation, choose_nodes, next_layout
+from outlast.reliability.elastic import places
+from outlast.reliability.model import Node, Noun, Plan
+from outlast.reliability.ports import Allocation, Restore
+from outlast.reliability.runfile import RunFile
+from outlast.reliability.runstate import RunState
+
+CHANGES = (m.RestartInPlace, m.Swap, m.Shrink, m.Grow, m.RollBack, m.Requeue)
+"""Actions that end with another attempt; their outcome is that attempt's first train_step."""
+
+
+class SiteView(Noun, frozen=True, kw_only=True):
+    """What the scheduler allows and last said."""
+
+    allocations: tuple[Allocation, ...] = ()
+    may_drain: bool = False
+    can_feed: bool = False
+    can_requeue: bool = False
+    launch_refused: tuple[Node, ...] = ()
+    """Nodes on which no agent came up in the allowed tries."""
+
+
+def running(allocations: Sequence[Allocation]) -> tuple[Allocation, ...]:
+    return tuple(a for a in allocations if a.state == "RUNNING")
+
+
+def usable(state: RunState, site: SiteView) -> tuple[Node, ...]:
+    """Nodes with an agent that are not excluded, first allocation first, in the order of the allocation."""
+    present = [n for n in state.evidence.present if n not in state.excluded]
+    order = {n: i for i, n in enumerate(n for a in running(site.allocations) for n in a.nodes)}
+    return tuple(sorted(present, key=lambda n: (order.get(n, len(order)), present.index(n))))
+
+
+def expected(state: RunState, site: SiteView) -> int:
+    """Nodes of running allocations whose agent has not joined yet and may still come."""
+    nodes = {n for a in running(site.allocations) for n in a.nodes}
+    return sum(
+        1
+        for n in nodes
+        if not state.evidence.node(n).present
+        and not state.evidence.node(n).lost_seq
+        and n not in state.excluded
+        and n not in site.launch_refused
+    )
+
+
+def situation(state: RunState, site: SiteView, run: RunFile, *, now_s: float) -> Situation:
+    pending = [a for a in site.allocations if a.feeder and a.state in ("PENDING", "CONFIGURING")]
+    plan = state.evidence.current.plan if state.evidence.current else None
+    return Situation(
+        now_s=now_s,
+        limits=run.limits,
+        asked=run.layout,
+        ranks_per_node=run.ranks_per_node,
+        nodes_wanted=run.cluster.nodes,
+        nodes_min=run.nodes_min,
+        plan=plan,
+        usable=usable(state, site),
+        excluded=tuple(state.excluded),
+        expected=expected(state, site),
+        feeding=sum(max(1, len(a.nodes)) for a in pending) + len(state.open(m.Feed)),
+        can_feed=site.can_feed and run.cluster.feed,
+        can_requeue=site.can_requeue,
+        may_drain=site.may_drain,
+        drains_last_hour=sum(1 for t in state.drains_s if t > now_s - 3600),
+        failures_without_progress=state.failures_without_progress,
+        waiting_since_s=state.waiting_since_s,
+        requeued_for=state.requeued_for,
+    )
+
+
+def next_plan(now: Situation, attempt: int, restore: Restore | None, *, legal: Legal, why: str) -> Plan | None:
+    """The next attempt's plan, or None where the nodes do not carry a legal layout."""
+    layout = next_layout(now, legal=legal)
+    if layout is None:
+        return None
+    nodes = choose_nodes(layout, now)
+    return Plan(
+        attempt=attempt,
+        layout=layout,
+        nodes=nodes,
+        ranks=places(layout, nodes, now.ranks_per_node),
+        restore_step=restore.train_step if restore else 0,
+        restore_path=restore.path if restore else "",
+        micro_batch=now.asked.micro_batch,
+        why=why,
+    )
+
+
+def between_attempts(state: RunState) -> bool:
+    """No attempt is under way."""
+    now = state.evidence.current
+    return now is None or now.state is State.ENDED
+
+
+def may_plan(state: RunState) -> bool:
+    """Whether the next attempt may be planned now."""
+    return (
+        between_attempts(state)
+        and not state.held
+        and state.ending is None
+        and state.ended is None
+        and not state.unsettled
+        and not state.open(m.Requeue)
+    )
+
+
+def reached_target(state: RunState, run: RunFile) -> bool:
+    """The last attempt did all that was asked for."""
+    now = state.evidence.current
+    if now is None or now.state is not State.ENDED:
+        return False
+    done = bool(now.exits) and all(f.exit.exit_code == 0 and not f.exit.asked for f in now.exits)
+    return done and (not run.train_steps or now.reached >= run.train_steps) and not state.stopped

@@ -1,0 +1,297 @@
+"""The loop of one run: signals in, the log, verdicts, actions, moves of the attempt. The edge around the pure core.
+
+    inbox -> record -> judge -> decide -> intent -> act -> outcome
+                          \\-> drive: what the attempt needs next -> commands to agents
+
+It keeps nothing that a decision depends on outside the log; a successor replays it and goes on. Where the log cannot
+be written it does nothing, says so, and tries again: ranks train on meanwhile. Ports are called in threads with
+deadlines (watch.py, acts.py), so that nothing outside can stop the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+from outlast.reliability import model as m
+from outlast.reliability import planning
+from outlast.reliability.acts import Acts
+from outlast.reliability.attempt import Event, State, moved
+from outlast.reliability.decide import Situation, decide, grow
+from outlast.reliability.driver import Move, drive
+from outlast.reliability.ending import EXIT_CODES, wind_down
+from outlast.reliability.eventlog import EventLog, EventLogError
+from outlast.reliability.events import AttemptMoved, Body, Intent, Judged, LogEvent, Noted, Outcome, RunEnded, Seen
+from outlast.reliability.fence import Fence, Fenced, FenceError
+from outlast.reliability.hangs import HangWatch
+from outlast.reliability.inputs import Inputs
+from outlast.reliability.parts import Parts
+from outlast.reliability.planner import Planner
+from outlast.reliability.policy import judge
+from outlast.reliability.rules import RULES
+from outlast.reliability.runstate import OpenAct, RunState, advance
+from outlast.reliability.sending import Sender
+from outlast.reliability.watch import SiteWatch
+
+TICK_S = 0.25
+FENCED = 75
+_NOW = (m.Drain, m.Advise, m.Feed, m.Hold, m.Requeue, m.RollBack)
+"""Actions that are carried out at once, in a task of their own."""
+
+
+class Supervisor:
+    """One run's loop. Built by supervise.py when the epoch is taken and the log is open."""
+
+    def __init__(self, parts: Parts, log: EventLog, fence: Fence, state: RunState) -> None:
+        self.parts, self.log, self.fence, self.state = parts, log, fence, state
+        self.inbox: deque[object] = deque()
+        self.awake = asyncio.Event()
+        self.acts = Acts(parts.cluster, parts.store, parts.pager, parts.run_dir.name)
+        self.watch = SiteWatch(parts, self.put)
+        self.inputs = Inputs(self)
+        self.sender = Sender(self)
+        self.hangs = HangWatch(self)
+        self.planner = Planner(self)
+        self.performing: dict[int, asyncio.Task[None]] = {}
+        self.again_at_s: float | None = None
+        self.unwritable = ""
+        self.errors = 0
+        self.terminated = False
+
+    # ------------------------------------------------------------ the loop
+
+    async def run(self) -> int:
+        """Until the run is over (its exit code) or another supervisor has taken over (75)."""
+        watching = asyncio.create_task(self.watch.forever())
+        listening = asyncio.create_task(self._listen())
+        try:
+            while True:
+                await self._rest()
+                try:
+                    code = await self._turn()
+                except Fenced as fenced:
+                    self.say(str(fenced))
+                    return FENCED
+                if code is not None:
+                    return code
+        finally:
+            watching.cancel()
+            listening.cancel()
+            for task in self.performing.values():
+                task.cancel()
+
+    async def _turn(self) -> int | None:
+        try:
+            self.inputs.take()
+            self._judge()
+            self._drive()
+            self.hangs.look()
+            self.planner.look()
+            self._grow()
+            self._lease()
+            if self.unwritable:
+                self.say("the run directory can be written again")
+                self.unwritable = ""
+            self.errors = 0
+            return await self._end()
+        except EventLogError as error:
+            await self._cannot_write(str(error))
+        except FenceError as error:
+            if isinstance(error, Fenced):
+                raise
+            await self._cannot_write(str(error))
+        except Exception as error:  # noqa: BLE001  the one place: a fault of ours must not end the run
+            self.errors += 1
+            self.say(f"internal error {self.errors}: {type(error).__name__}: {error}")
+            if self.errors >= 20:
+                raise
+            await asyncio.sleep(0.5)
+        return None
+
+    async def _rest(self) -> None:
+        timeout = TICK_S
+        if self.again_at_s is not None:
+            timeout = min(timeout, max(0.0, self.again_at_s - self.now_s()))
+        if not self.inbox:
+            try:
+                await asyncio.wait_for(self.awake.wait(), timeout)
+            except TimeoutError:
+                pass
+        self.awake.clear()
+
+    async def _cannot_write(self, why: str) -> None:
+        if not self.unwritable:
+            self.say(f"{why}; ranks train on, nothing is decided until it can be written again")
+            page = self.acts.page("the run directory cannot be written", why)
+            self.performing[-1] = asyncio.create_task(page)
+        self.unwritable = why
+        await asyncio.sleep(1.0)
+
+    async def _listen(self) -> None:
+        """Agents' events into the inbox, a bounded number at a time."""
+        while True:
+            event = await self.parts.board.events.get()
+            self.put(event)
+            while len(self.inbox) > 10_000:
+                await asyncio.sleep(TICK_S)
+
+    def _lease(self) -> None:
+        now = self.state.evidence.current
+        self.parts.board.set_roster(self.state.evidence.present)
+        if now is not None:
+            self.parts.board.steps_through(now.plan.attempt, max(0, now.last_step))
+
+    def put(self, item: object) -> None:
+        """Something new; taken up in order."""
+        self.inbox.append(item)
+        self.awake.set()
+
+    def now_s(self) -> float:
+        return self.parts.clock.wall_s()
+
+    def say(self, text: str) -> None:
+        """A line for whoever looks at the supervisor's own output."""
+        stamp = time.strftime("%H:%M:%S", time.gmtime(self.parts.clock.wall_s()))
+        sys.stderr.write(f"{stamp} outlast {self.parts.run_dir.name}: {text}\n")
+        sys.stderr.flush()
+
+    # ------------------------------------------------------------ the log
+
+    def record(self, *bodies: Body) -> None:
+        """Into the log, then into the state, then to whoever watches."""
+        for event in self.log.append_many(bodies):
+            self._advance(event)
+
+    def _advance(self, event: LogEvent) -> None:
+        self.state = advance(self.state, event)
+        if self.parts.on_event is not None:
+            self.parts.on_event(event)
+
+    def see(self, *signals: m.Signal) -> None:
+        self.record(*(Seen(signal=s) for s in signals))
+
+    def note(self, text: str) -> None:
+        self.record(Noted(text=text))
+
+    # ------------------------------------------------------------ judge and decide
+
+    def _judge(self) -> None:
+        judgement = judge(
+            self.state.evidence,
+            now_s=self.now_s(),
+            policy=self.parts.policy,
+            known=self.state.keys,
+            excluded=set(self.state.excluded),
+            rules=RULES,
+            stopped=self.state.stopped,
+            target_steps=self.parts.run.train_steps,
+        )
+        self.again_at_s = judgement.again_at_s
+        for verdict in judgement.verdicts:
+            self.record(Judged(incident=len(self.state.incidents) + 1, verdict=verdict))
+            self._settle(len(self.state.incidents))
+        for number in tuple(self.state.unsettled):
+            self._settle(number)
+        for act in tuple(self.state.open_acts.values()):
+            self._perform(act)
+
+    def _settle(self, number: int) -> None:
+        """All intents of this incident; what a supervisor before us already intended is not repeated."""
+        verdict = self.state.incidents[number - 1].verdict
+        done = self.state.unsettled[number]
+        for action in decide(verdict, self.situation(), legal=self.legal):
+            if not any(type(action) is type(d) and getattr(action, "node", 0) == getattr(d, "node", 0) for d in done):
+                self.intend(action, number)
+
+    def situation(self) -> Situation:
+        return planning.situation(self.state, self.watch.site, self.parts.run, now_s=self.now_s())
+
+    def legal(self, layout: m.Layout) -> str:
+        return self.parts.starter.legal(self.parts.run, layout)
+
+    def intend(self, action: m.Action, incident: int = 0) -> None:
+        """The intent into the log; an earlier change of the run's ranks that is still open gives way to this one."""
+        bodies: list[Body] = []
+        if isinstance(action, planning.CHANGES):
+            bodies += [
+                Outcome(act=a.act, ok=False, detail=f"act {self.state.acts + 1} takes its place")
+                for a in self.state.open_acts.values()
+                if isinstance(a.action, planning.CHANGES)
+            ]
+        act = self.state.acts + 1
+        bodies.append(Intent(act=act, action=action, incident=incident))
+        if isinstance(action, m.LeaveIt):
+            bodies.append(Outcome(act=act, ok=True))
+        self.record(*bodies)
+
+    def _perform(self, act: OpenAct) -> None:
+        if act.act in self.performing or not isinstance(act.action, _NOW):
+            return
+        self.performing[act.act] = asyncio.create_task(self._carry_out(act))
+
+    async def _carry_out(self, act: OpenAct) -> None:
+        allocations = self.watch.site.allocations
+        try:
+            ok, detail = await self.acts.perform(act, self.state, allocations, self.fence.check)
+        except FenceError:
+            return  # the loop finds the same and ends, or tries again
+        self.put(Outcome(act=act.act, ok=ok, detail=detail))
+
+    # ------------------------------------------------------------ the attempt
+
+    def _drive(self) -> None:
+        for _ in range(len(State)):
+            wants = drive(self.state, self.sender.views(), now_s=self.now_s(), limits=self.parts.run.limits)
+            move: Move | None = None
+            for want in wants:
+                if isinstance(want, Move):
+                    move = want
+                else:
+                    self.sender.send(want.node, want.what)
+            if move is None:
+                return
+            self.move(move.event, move.why)
+
+    def move(self, event: Event, why: str = "") -> None:
+        now = self.state.evidence.current
+        assert now is not None, "a move without an attempt"
+        bodies: list[Body] = []
+        state = moved(now.state, event)
+        bodies.append(AttemptMoved(attempt=now.plan.attempt, event=event, state=state, why=why))
+        if state is State.TRAINING and now.state is not State.TRAINING:
+            where = f"attempt {now.plan.attempt} trains on {' '.join(now.plan.nodes)} ({now.plan.layout})"
+            bodies += [
+                Outcome(act=a.act, ok=True, detail=where)
+                for a in self.state.open_acts.values()
+                if isinstance(a.action, (*planning.CHANGES, m.Wait)) and not isinstance(a.action, m.Requeue)
+            ]
+        self.record(*bodies)
+
+    def _grow(self) -> None:
+        now = self.state.evidence.current
+        if now is None or now.state is not State.TRAINING or self.state.at_checkpoint_from is not None:
+            return
+        action = grow(self.situation())
+        if action is not None and not self.legal(action.layout):
+            self.intend(action)
+
+    # ------------------------------------------------------------ the end
+
+    async def _end(self) -> int | None:
+        state = self.state
+        if state.ended is None and state.ending is not None and planning.between_attempts(state):
+            ends = state.open(m.EndRun)
+            self.record(
+                *(Outcome(act=a.act, ok=True) for a in state.open_acts.values() if a not in ends),
+                *(Outcome(act=a.act, ok=True, detail=state.ending.outcome) for a in ends),
+                RunEnded(outcome=state.ending.outcome, why=state.ending.why),
+            )
+        if self.state.ended is not None:
+            await wind_down(self)
+            return EXIT_CODES[self.state.ended.outcome]
+        if state.held and self.now_s() > state.held_s + self.parts.run.limits.hold_max_s and state.ending is None:
+            self.intend(m.EndRun(outcome="failed", why=f"held for too long: {state.held}"))
+        return None
