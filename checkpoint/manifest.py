@@ -180,6 +180,10 @@ def open_marked(marker_raw: bytes, manifest_raw: bytes) -> Manifest:
         raise ManifestError(
             f"{MARKER}: train_step {marker.train_step}, but its manifest says train_step {manifest.train_step}"
         )
+    if marker_raw != encode_marker(manifest_raw, manifest.train_step):
+        raise ManifestError(
+            f"{MARKER}: {len(marker_raw)} bytes that say the right thing in other words: torn or edited"
+        )
     return manifest
 
 

@@ -225,8 +225,10 @@ class Store:
     def _clear_aside(self, verified: Path) -> None:
         """What had to make room goes once a checkpoint at least as far verifies in its proper place."""
         step = parse_step(verified.name)
+        if step is None or verified.parent != self.directory:
+            return  # the newest that verifies is itself one of these
         for old, _, path in self._set_aside():
-            if step is not None and old <= step:
+            if old <= step:
                 remove_tree(self._ops, path)
 
     @contextmanager

@@ -65,33 +65,34 @@ def read_manifest(directory: Path) -> Manifest:
         if stat.S_ISLNK(os.lstat(directory).st_mode):
             raise NotWhole(name, ("is a symbolic link (refused)",))
         marker = _read_small(directory, MARKER, MARKER_MAX_BYTES)
-    except OSError as e:
-        if e.errno in GONE:
-            raise NotWhole(name, (f"no {MARKER}: a save that did not finish, or not one of ours",)) from e
-        raise _unreadable(name, MARKER, e) from e
-    try:
+        if marker is None:
+            raise NotWhole(name, (f"no {MARKER}: a save that did not finish, or not one of ours",))
         raw = _read_small(directory, MANIFEST, MANIFEST_MAX_BYTES)
+        if raw is None:
+            raise NotWhole(name, (f"{MANIFEST}: missing, though {MARKER} is there",))
         return open_marked(marker, raw)
     except ManifestError as e:
         raise NotWhole(name, (str(e),)) from e
+    except FileNotFoundError as e:
+        raise NotWhole(name, ("is not there (any more)",)) from e
     except OSError as e:
-        if e.errno in GONE:
-            raise NotWhole(name, (f"{MANIFEST}: missing, though {MARKER} is there",)) from e
-        raise _unreadable(name, MANIFEST, e) from e
+        raise Unreadable(name, (f"{e.filename or name}: cannot be read ({e.strerror})",)) from e
 
 
 class Unreadable(NotWhole):
     """It may be whole: it could not be read. An older one is taken if there is one, but this is no proof of a fault."""
 
 
-def _unreadable(name: str, file: str, error: OSError) -> NotWhole:
-    if error.errno == errno.ELOOP:
-        return NotWhole(name, (f"{file}: is a symbolic link (refused)",))
-    return Unreadable(name, (f"{file}: cannot be read ({error.strerror})",))
-
-
-def _read_small(directory: Path, name: str, limit_bytes: int) -> bytes:
-    fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+def _read_small(directory: Path, name: str, limit_bytes: int) -> bytes | None:
+    """The content of a regular file; None where there is none of that name."""
+    try:
+        fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as e:
+        if e.errno in GONE:
+            return None
+        if e.errno == errno.ELOOP:
+            raise ManifestError(f"{name}: is a symbolic link (refused)") from e
+        raise
     with os.fdopen(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ManifestError(f"{name}: not a regular file")

@@ -1,4 +1,4 @@
-"""Ranks for the tests of this folder: forked from the test's own process, which has imported torch and Megatron once."""
+"""Ranks for the tests of this folder: forked from the test's own process, which imported Megatron once."""
 
 from __future__ import annotations
 

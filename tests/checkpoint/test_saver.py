@@ -1,9 +1,7 @@
-"""Saving with real ranks: what is committed verifies, loads without us and into other sizes, and nothing else counts."""
+"""Saving with real ranks: what is committed verifies, loads without us and into other sizes; nothing else counts."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from outlast.checkpoint import reader
-from outlast.checkpoint.errors import NotWhole, SaveFailed
 from outlast.checkpoint.store import Store
-from outlast.checkpoint.verify import verify
 from outlast.checkpoint.writer import Saver
 from outlast.reliability.model import Layout
 
