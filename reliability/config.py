@@ -32,6 +32,7 @@ from outlast.reliability.config_shape import (
 from outlast.reliability.config_yaml import LIMIT_BYTES, Tree, YamlError, parse_yaml
 from outlast.reliability.findings import ConfigError, Finding, printable, show
 from outlast.reliability.model import Noun
+from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
 
 RUN_ROOT_ENV: Final = "OUTLAST_RUN_ROOT"
@@ -89,6 +90,18 @@ def read_run(
     if complaints:
         raise ConfigError([_locate(one, given, str(path)) for one in complaints])
     return ReadRun(run=run, used=tuple(_list_used(run, asked, given)))
+
+
+def load_frozen(run_dir: RunDir) -> RunFile:
+    """The run of this directory; ConfigError where its run.yaml is missing or not ours."""
+    path = run_dir.run_file
+    try:
+        return msgspec.convert(parse_yaml(path.read_bytes()), RunFile)
+    except (YamlError, msgspec.ValidationError) as error:
+        text = f"{error}; this file is written by outlast and not meant to be edited"
+    except OSError as error:
+        text = f"cannot be read: {error.strerror}; expected a directory made by `outlast submit` or `outlast run`"
+    raise ConfigError([Finding(source=str(path), text=text)])
 
 
 # ---------------------------------------------------------------- sources

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from outlast.reliability.config import run_root_default
-from outlast.reliability.config_yaml import Tree, YamlError, parse_yaml, render_yaml
+from outlast.reliability.config_yaml import Tree, render_yaml
 from outlast.reliability.findings import ConfigError, Finding
 from outlast.reliability.identity import take_identity
 from outlast.reliability.rundir import RunDir
@@ -95,18 +95,6 @@ def _plain(value: object) -> Tree:
         return [_plain(inner) for inner in value]
     assert value is None or isinstance(value, str | int | float | bool)
     return value
-
-
-def load_frozen(run_dir: RunDir) -> RunFile:
-    """The run of this directory; ConfigError where its run.yaml is missing or not ours."""
-    path = run_dir.run_file
-    try:
-        return msgspec.convert(parse_yaml(path.read_bytes()), RunFile)
-    except (YamlError, msgspec.ValidationError) as error:
-        text = f"{error}; this file is written by outlast and not meant to be edited"
-    except OSError as error:
-        text = f"cannot be read: {error.strerror}; expected a directory made by `outlast submit` or `outlast run`"
-    raise ConfigError([Finding(source=str(path), text=text)])
 
 
 # ---------------------------------------------------------------- finding runs again

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.launchers import adapt
-from outlast.reliability.config import ReadRun, read_run
+from outlast.reliability.config import ReadRun, load_frozen, read_run
 from outlast.reliability.config_schema import run_schema
 from outlast.reliability.config_shape import SETTINGS
 from outlast.reliability.findings import ConfigError
-from outlast.reliability.freeze import find_run, freeze, load_frozen, write_durably
+from outlast.reliability.freeze import find_run, freeze, write_durably
 from outlast.reliability.identity import Identity, Item, Policy, compare, read_identity, take_identity
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
