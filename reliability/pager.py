@@ -17,9 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from outlast.reliability.rundir import RunDir
-from outlast.reliability.runfile import Notify
-
 import msgspec
 
 from outlast.reliability.model import Noun
