@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn
@@ -108,6 +109,8 @@ def _run(request: ForkRank) -> int:
             return _exec(request.argv)
         case "module":
             sys.path.insert(0, os.getcwd())
+            # the warm process may have imported it; it is executed anew all the same
+            warnings.filterwarnings("ignore", message=".*found in sys.modules", module="runpy")
             return exit_code_of(lambda: runpy.run_module(request.target, run_name="__main__", alter_sys=True))
         case _:
             path = os.path.abspath(request.target)

@@ -197,26 +197,27 @@ def _term_group(leader: Proc) -> bool:
     return True
 
 
-def reap_strays(known: Collection[int]) -> int:
-    """Collect dead children that we adopted and nobody waits for; children in `known` are left to their waiters."""
+def reap_strays(seen: frozenset[int]) -> frozenset[int]:
+    """Collect dead children that nobody waits for: those in `seen`, dead at the last look too. Returns the others."""
     me = os.getpid()
-    dead = [p.pid for p in snapshot().values() if p.ppid == me and p.state == "Z" and p.pid not in known]
-    reaped = 0
-    for pid in dead:
+    dead = frozenset(p.pid for p in snapshot().values() if p.ppid == me and p.state == "Z")
+    for pid in dead & seen:
         with contextlib.suppress(OSError):
-            reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
-    return reaped
+            os.waitpid(pid, os.WNOHANG)
+    return dead - seen
 
 
-def marked(key: str, value: str) -> list[Proc]:
-    """Processes of this user that were started with `key=value` in their environment, forked children included.
+def marked(key: str, prefix: str) -> list[tuple[Proc, str]]:
+    """Processes of this user that were started with `key=prefix...` in their environment, and the whole value.
 
-    Finds what an agent that died together with its whole tree of parents left behind.
+    Forked children count: they show the environment of the program they were forked from. Finds what an agent that
+    died together with its whole tree of parents left behind.
     """
-    want = f"{key}={value}".encode()
+    want = f"{key}={prefix}".encode()
     found = []
     for proc in snapshot().values():
         with contextlib.suppress(OSError), open(f"/proc/{proc.pid}/environ", "rb") as f:
-            if want in f.read().split(b"\0"):
-                found.append(proc)
+            for word in f.read().split(b"\0"):
+                if word.startswith(want):
+                    found.append((proc, word.partition(b"=")[2].decode(errors="replace")))
     return found

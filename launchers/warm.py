@@ -6,7 +6,7 @@ One for each agent, alive across attempts. It stays single-threaded, touches no 
 survive a fork), opens no files and decides nothing. It is a child subreaper: what escapes from a rank is adopted
 here. While it imports it dies with its agent; once it serves, the end of the socket makes it kill every descendant
 before it exits, so that a dead agent leaves nothing behind. If it dies itself, its ranks die with it (PDEATHSIG).
-Run as `python -m outlast.launchers.warm FD AGENT_PID [PRELOAD ...]`; a preload is `module` or `module:function`.
+Run as `python -m outlast.launchers.warm FD AGENT_PID [MODULE ...]`; a module of ours may have a `preload()`.
 """
 
 from __future__ import annotations
@@ -80,12 +80,11 @@ def main() -> int:
 
 
 def preload(name: str) -> str:
-    """Import a module, or call a function of it; '' or why it failed. Never raises: see WarmReady.failed."""
-    module, _, function = name.partition(":")
+    """Import a module, and call its `preload` where it is ours; '' or why it failed. Never raises."""
     try:
-        loaded = importlib.import_module(module)
-        if function:
-            getattr(loaded, function)()
+        loaded = importlib.import_module(name)
+        if name.startswith("outlast.") and hasattr(loaded, "preload"):
+            loaded.preload()
     except (Exception, SystemExit) as e:  # noqa: BLE001 (a stranger's import may raise anything)
         return f"{name}: {type(e).__name__}: {e}"[:500]
     return ""
