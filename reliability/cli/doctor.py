@@ -44,15 +44,15 @@ def doctor(run_file: Path | None, settings: tuple[str, ...], params_file: Path |
 
 
 def _look_at_slurm(*, required: bool) -> Iterable[Row]:
-    """Slurm's findings as rows. Without a run file, no Slurm here is worth a note only: there is the local cluster."""
+    """Slurm's findings as rows. Without a run file no Slurm here is only a note: there is the local cluster."""
     from outlast.reliability.cli.site import Grade, Row
+    from outlast.slurm.fitness import inspect_site
 
-    try:
-        from outlast.slurm.fitness import examine
-    except ImportError as error:
-        yield Row(subject="slurm", grade=Grade.WARNING, found=f"not looked at: {error}")
-        return
-    raise NotImplementedError(examine, required)
+    grades = {"ok": Grade.OK, "warning": Grade.WARNING, "bad": Grade.UNFIT}
+    for one in inspect_site():
+        absent = one.name == "slurm" and not required
+        grade = Grade.NOTE if absent else grades[one.level]
+        yield Row(subject=one.name, grade=grade, found=one.found, do=one.advice)
 
 
 def _print(rows: Iterable[Row]) -> None:

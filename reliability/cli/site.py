@@ -7,7 +7,6 @@ own settings are looked at by slurm/fitness.py.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -108,21 +107,21 @@ def check_clashes(path: Sequence[str], run: RunFile | None) -> Iterator[Row]:
         places.insert(0, (Path(run.task.workdir) / run.task.script).parent)
     elif run is not None and run.task.module:
         places.insert(0, Path(run.task.workdir or "."))
-    found = [spot for place in places for spot in (place / "outlast", place / "outlast.py") if spot.exists()]
-    strangers = [spot for spot in dict.fromkeys(found) if not _is_ours(spot, ours)]
+    spots = [spot for place in places for spot in (place / "outlast" / "__init__.py", place / "outlast.py")]
+    strangers = [spot for spot in dict.fromkeys(spots) if spot.is_file() and not _is_ours(spot.parent, ours)]
     for spot in strangers:
         do = "rename it, or start the program from elsewhere: ranks import outlast by this name"
         yield Row(subject="name clash", grade=Grade.UNFIT, found=f"{spot} hides outlast", do=do)
     if not strangers:
         yield Row(subject="name clash", grade=Grade.OK, found="nothing hides outlast")
-    if importlib.util.find_spec("slurm") is not None:
-        found_slurm = f"a Python module named slurm ({importlib.util.find_spec('slurm').origin or 'a folder'})"  # type: ignore[union-attr]
-        yield Row(subject="name clash", grade=Grade.NOTE, found=f"{found_slurm}; harmless, ours is outlast.slurm")
+    theirs = [spot for place in places for spot in (place / "slurm" / "__init__.py", place / "slurm.py")]
+    for spot in dict.fromkeys(theirs):
+        if spot.is_file() and spot.resolve().parent != ours / "slurm":
+            yield Row(subject="name clash", grade=Grade.NOTE, found=f"{spot}: harmless, ours is outlast.slurm")
 
 
-def _is_ours(spot: Path, ours: Path) -> bool:
-    inside = spot / "reliability"
-    return spot.is_dir() and inside.exists() and inside.resolve().parent == ours
+def _is_ours(package: Path, ours: Path) -> bool:
+    return (package / "reliability").resolve().parent == ours
 
 
 # ---------------------------------------------------------------- file system
