@@ -54,6 +54,13 @@ def duration(seconds_s: float | None) -> str:
     raise AssertionError("unreachable: days have no upper end")
 
 
+def ago(seconds_s: float) -> str:
+    """`2 h ago`: the largest unit alone."""
+    if seconds_s < 120:
+        return f"{max(0.0, seconds_s):.0f} s ago"
+    return " ".join(duration(seconds_s).split(" ")[:2]) + " ago"
+
+
 def utc(at_s: float, *, day: bool = True) -> str:
     """Wall time for people, UTC."""
     try:
@@ -177,7 +184,7 @@ def _nodes(nodes: Sequence[str]) -> str:
 def undo_of(action: Action) -> str:
     """The command by which a person takes the action back; '' where there is nothing to take back."""
     match action:
-        case m.Drain(node=node) | m.Advise(node=node):
+        case m.Drain(node=node):
             return f"scontrol update nodename={node} state=resume   (after: outlast check --node {node})"
         case _:
             return ""
