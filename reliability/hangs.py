@@ -1,4 +1,4 @@
-"""Noticing that nothing moves, and asking for every rank's stack before it is said. An edge around driver and hang rules."""
+"""Noticing that nothing moves, and asking for every rank's stack before it is said. An edge."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Taking up the inbox: each item becomes events, in order. What cannot be logged stays in the inbox.
 
-An agent's signal is acknowledged only when it is in the log; a repeated one changes nothing, since folding is idempotent.
+An agent's signal is acknowledged only when it is in the log; a repeated one changes nothing, since folding is
+idempotent.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Inputs:
             inbox.popleft()
         self._lost_agents()
 
-    def _take_one(self, item: object) -> None:  # noqa: C901  a flat dispatch over what can arrive
+    def _take_one(self, item: object) -> None:
         loop = self.loop
         match item:
             case Heard(node=node, incarnation=incarnation, number=number, signal=signal):
@@ -245,7 +246,7 @@ class Inputs:
                 await call(what)
             except PortError as error:
                 self.loop.put(f"{about}: {error}")
-            except Exception as error:  # noqa: BLE001  a thread's fault must not vanish
+            except Exception as error:
                 self.loop.put(f"{about}: {type(error).__name__}: {error}")
 
         task = asyncio.create_task(run())

@@ -1,4 +1,4 @@
-"""From the state and what the scheduler said to the situation that decisions are made in, and to the next plan. Pure."""
+"""From the state and the scheduler's word to the situation that decisions are made in, and the next plan. Pure."""
 
 from __future__ import annotations
 

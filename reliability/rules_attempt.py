@@ -94,8 +94,8 @@ def _program(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
             kind=Kind.DATA_OR_OPTIMIZER,
             scope=Scope.TRAIN_STEP,
             rule="same_failure_again",
-            because=f"the same exception ({what}) at train_step {now.reached + 1} in {len(same) + 1} attempts on {where}: "
-            "this is data or code, restarting cannot help",
+            because=f"the same exception ({what}) at train_step {now.reached + 1} in {len(same) + 1} attempts "
+            f"on {where}: this is data or code, restarting cannot help",
             confidence=Confidence.HIGH,
             rank=gone.rank,
             stops=True,
@@ -331,7 +331,7 @@ def replaced_agents(case: Case) -> Iterator[Finding]:
                 kind=Kind.INFRA_EVENT,
                 scope=Scope.NODE,
                 rule="agent_replaced",
-                because=f"the agent on {node} was replaced while attempt {now.plan.attempt} ran; its ranks went with it",
+                because=f"the agent on {node} was replaced while attempt {now.plan.attempt} ran: its ranks are gone",
                 stops=True,
                 evidence=(facts.joined_seq,),
             )

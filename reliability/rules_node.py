@@ -1,4 +1,4 @@
-"""Rules that may convict a node: the kernel's word, a lost agent, the node gate, leftovers that cannot be killed. Pure."""
+"""Rules that may convict a node: the kernel's word, a lost agent, the gate, leftovers that cannot be killed. Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hardware_xids(case: Case) -> Iterator[Finding]:
 
 
 def _many(case: Case) -> int:
-    """How many nodes make it everybody's trouble: the policy's number, or all nodes of a smaller run (but two at least)."""
+    """How many nodes make it everybody's trouble: the policy's number, or all of a smaller run (but two at least)."""
     return max(2, min(case.policy.many_nodes, len(case.evidence.present)))
 
 
@@ -92,7 +92,7 @@ def _everywhere(case: Case, row: XidMeaning, fact: XidFact, reached: dict[Node, 
         kind=Kind.AMBIGUOUS,
         scope=Scope.EVERYTHING,
         rule="many_nodes_at_once",
-        because=f"XID {fact.xid.code} ({row.name}) on {len(reached)} nodes within {case.policy.burst_s:.0f} s ({names}): "
+        because=f"XID {fact.xid.code} ({row.name}) on {len(reached)} nodes in {case.policy.burst_s:.0f} s ({names}): "
         "a common cause (driver, firmware, power, fabric), no node is blamed for it",
         evidence=tuple(sorted(reached.values())),
         rejected=(Rejected(alternative="each node's hardware", why="nodes do not break in the same way together"),),

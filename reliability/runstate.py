@@ -28,7 +28,6 @@ from outlast.reliability.events import (
 from outlast.reliability.evidence import Evidence, fold, replaced
 from outlast.reliability.model import JobId, Node, Noun
 
-
 FIRST = (m.Drain, m.Advise, m.Feed)
 """Actions that come before the one that settles an incident."""
 

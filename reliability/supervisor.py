@@ -11,10 +11,10 @@ deadlines (watch.py, acts.py), so that nothing outside can stop the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 
 from outlast.reliability import model as m
 from outlast.reliability import planning
@@ -103,7 +103,7 @@ class Supervisor:
             if isinstance(error, Fenced):
                 raise
             await self._cannot_write(str(error))
-        except Exception as error:  # noqa: BLE001  the one place: a fault of ours must not end the run
+        except Exception as error:
             self.errors += 1
             self.say(f"internal error {self.errors}: {type(error).__name__}: {error}")
             if self.errors >= 20:
@@ -116,10 +116,8 @@ class Supervisor:
         if self.again_at_s is not None:
             timeout = min(timeout, max(0.0, self.again_at_s - self.now_s()))
         if not self.inbox:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.awake.wait(), timeout)
-            except TimeoutError:
-                pass
         self.awake.clear()
 
     async def _cannot_write(self, why: str) -> None:

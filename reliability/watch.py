@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -85,10 +86,8 @@ class SiteWatch:
                 self.put(await self._ask())
             except PortError as error:
                 self.put(SiteSilent(why=str(error)))
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poke.wait(), self.parts.poll_s)
-            except TimeoutError:
-                pass
 
     async def _ask(self) -> SiteSeen:
         asked = self.parts.clock.mono_s()

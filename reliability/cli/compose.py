@@ -41,9 +41,7 @@ def run_supervisor(
         return make_parts(run_dir, run, board, chosen, node=node, in_batch=in_batch, on_event=on_event)
 
     host = address_of(chosen, run, Node(node))
-    return asyncio.run(
-        supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch)
-    )
+    return asyncio.run(supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch))
 
 
 def make_cluster(run_dir: RunDir, run: RunFile) -> Cluster:
@@ -79,7 +77,7 @@ def make_parts(
         cluster=cluster,
         store=make_store(run_dir, run),
         starter=starter,
-        pager=WebhookPager(run_dir, run.notify),
+        pager=WebhookPager(run_dir.root, run.notify.webhook_file),
         clock=SteadyClock(),
         policy=Policy(xid=catalogue.xid, settle_s=run.limits.settle_s),
         board=board,

@@ -1,0 +1,64 @@
+# Everything runs in a virtual environment of its own (.venv) with outlast installed from a wheel, as a user has it.
+#
+#   make demo    train, break things, end with the right result (no GPU, no Slurm, no root)
+#   make test    formatting, types and all tests, real Slurm included (installs Debian's packages when run as root)
+#   make check   the fast part of it
+#
+# Without a GPU, torch's CPU build is enough. pip takes what its configuration offers; to name another source:
+#   make demo PIP_TORCH="--index-url <where CPU builds are>"
+
+VENV ?= .venv
+PYTHON ?= python3.11
+BASE_PYTHON := $(shell command -v $(PYTHON) 2>/dev/null || command -v python3)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -q
+PIP_TORCH ?=
+SOURCES := $(shell git ls-files 'outlast/*' 'reliability/*' 'monitors/*' 'slurm/*' 'launchers/*' 'checkpoint/*') setup.cfg pyproject.toml
+PYTEST := $(VENV)/bin/pytest -q -p no:cacheprovider
+
+.PHONY: demo test test-long check bench test-megatron-lm system wheel clean
+
+demo: wheel
+	$(VENV)/bin/outlast demo
+
+check: wheel
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(PYTEST) -n 2 -m "not slow and not slurm and not megatron and not long and not megatron_lm"
+
+test: system check
+	$(PYTEST) -m "(slow or slurm or megatron) and not long and not megatron_lm"
+
+test-long: system wheel
+	$(PYTEST) -m "long"
+
+# needs OUTLAST_MEGATRON_LM: a work tree of Megatron-LM core_v0.16.1
+test-megatron-lm: wheel
+	$(PYTEST) -m "megatron_lm"
+
+bench: wheel
+	$(VENV)/bin/python -m tests.bench
+
+wheel: $(VENV)/.wheel
+
+$(VENV)/.packages: setup.cfg
+	@echo "preparing $(VENV) with $(BASE_PYTHON) ..."
+	$(BASE_PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip setuptools wheel 2>/dev/null
+	$(PIP) install $(PIP_TORCH) "torch==2.13.0" 2>/dev/null
+	$(PIP) install $$($(VENV)/bin/python tests/requirements.py) 2>/dev/null
+	@$(VENV)/bin/python -c "import torch, importlib.metadata as m; print('torch', torch.__version__, '- megatron-core', m.version('megatron-core'))"
+	@touch $@
+
+$(VENV)/.wheel: $(VENV)/.packages $(SOURCES) README.md
+	@rm -rf build/wheel && mkdir -p build/wheel
+	$(PIP) wheel --no-deps --no-build-isolation -w build/wheel . 2>/dev/null
+	$(PIP) install --force-reinstall --no-deps build/wheel/outlast-*.whl 2>/dev/null
+	@touch $@
+
+# Debian's packages for the tests on real Slurm; a machine without apt or root says what it lacks
+system:
+	@sh tests/system.sh
+
+clean:
+	rm -rf build .venv runs
