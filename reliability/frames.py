@@ -122,10 +122,13 @@ class _Side(Generic[In, Out]):
         return data
 
     def send(self, message: Out) -> bytes:
-        """One sealed frame. FrameError before the handshake is over, and for a message that is too large to send."""
+        """One sealed frame. FrameError before the handshake is over, and for what is too large or cannot be encoded."""
         if not self.ready:
             raise FrameError("send", found=f"a connection that is {self.phase}", expected="a finished handshake")
-        payload = _ENCODER.encode(message)
+        try:
+            payload = _ENCODER.encode(message)
+        except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+            raise FrameError("send", found=_short(error), expected="a message that can be encoded") from error
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise FrameError("send", found=f"{len(payload)} bytes", expected=f"at most {MAX_PAYLOAD_BYTES}")
         sequence, self._sent = self._sent, self._sent + 1
