@@ -221,7 +221,7 @@ def _fold_steps(evidence: Evidence, event: LogEvent, attempt: int, steps: tuple[
     return replaced(evidence, furthest_step=max(evidence.furthest_step, fresh[-1].train_step))  # type: ignore[no-any-return]
 
 
-def _fold_signal(  # noqa: C901  a flat dispatch over the closed union
+def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
     evidence: Evidence, event: LogEvent, signal: m.Signal
 ) -> Evidence:
     match signal:

@@ -52,7 +52,7 @@ class Inputs:
             inbox.popleft()
         self._lost_agents()
 
-    def _take_one(self, item: object) -> None:
+    def _take_one(self, item: object) -> None:  # noqa: C901 - a flat dispatch over what can arrive
         loop = self.loop
         match item:
             case Heard(node=node, incarnation=incarnation, number=number, signal=signal):
@@ -246,7 +246,7 @@ class Inputs:
                 await call(what)
             except PortError as error:
                 self.loop.put(f"{about}: {error}")
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a thread's fault must not vanish
                 self.loop.put(f"{about}: {type(error).__name__}: {error}")
 
         task = asyncio.create_task(run())

@@ -109,7 +109,7 @@ class Planner:
         except PortError as error:
             loop.put(f"checkpoints: {error}")
             await asyncio.sleep(2.0)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a checkpoint that breaks its reader must not end the loop
             loop.put(f"checkpoints: {type(error).__name__}: {error}")
             await asyncio.sleep(2.0)
         finally:
