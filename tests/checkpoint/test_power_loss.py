@@ -1,0 +1,294 @@
+"""Power loss: every prefix of the operations, with what was not synced dropped, is materialised and opened.
+
+`Recorder` does the operations for real and keeps them. `Disk` replays a prefix and says what would be on the platter:
+names persist by a directory's fsync (a rename is one journal entry: both sides or none), contents by the file's own.
+Between "nothing that was not synced" and "everything" lie the mixtures: some of the pending names, in journal order,
+and any part of the pending contents.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast.checkpoint.commit import commit, write_bytes, write_tracker
+from outlast.checkpoint.manifest import Manifest
+from outlast.checkpoint.names import name_step
+from outlast.checkpoint.ops import RealOps, Sink
+from outlast.checkpoint.store import Store
+from outlast.checkpoint.verify import verify
+from outlast.reliability.model import Layout
+
+Op = tuple[Any, ...]
+
+
+class Unsynced(RealOps):
+    """For looking at what was left: its own syncing is not what is tried here, and costs most of the time."""
+
+    def sync_dir(self, path: Path) -> None:
+        pass
+
+
+class Recorder(RealOps):
+    """Does them, and keeps them as (verb, path below root, ...)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.ops = root, list[Op]()
+
+    def note(self, *fact: Any) -> None:
+        self.ops.append(("note", *fact))
+
+    def _at(self, path: Path) -> str:
+        return str(path.relative_to(self.root)) if path != self.root else ""
+
+    def make_dir(self, path: Path) -> None:
+        if not path.is_dir():
+            self.ops.append(("make_dir", self._at(path)))
+        super().make_dir(path)
+
+    def create(self, path: Path) -> Sink:
+        self.ops.append(("create", self._at(path)))
+        inner, outer, at = super().create(path), self, self._at(path)
+
+        class RecordingSink:
+            def write(self, data: bytes | bytearray | memoryview, /) -> int:
+                outer.ops.append(("write", at, bytes(data)))
+                return inner.write(data)
+
+            def sync(self) -> None:
+                outer.ops.append(("sync", at))
+                inner.sync()
+
+            def close(self) -> None:
+                inner.close()
+
+        return RecordingSink()
+
+    def rename(self, old: Path, new: Path) -> None:
+        super().rename(old, new)
+        self.ops.append(("rename", self._at(old), self._at(new)))
+
+    def remove(self, path: Path) -> None:
+        super().remove(path)
+        self.ops.append(("remove", self._at(path)))
+
+    def remove_dir(self, path: Path) -> None:
+        super().remove_dir(path)
+        self.ops.append(("remove", self._at(path)))
+
+    def sync_dir(self, path: Path) -> None:
+        super().sync_dir(path)
+        self.ops.append(("sync_dir", self._at(path)))
+
+
+@dataclass
+class File:
+    content: bytes = b""
+    synced: bytes = b""
+
+
+@dataclass
+class Folder:
+    names: dict[str, File | Folder] = field(default_factory=dict)
+    number: int = 0
+
+
+@dataclass
+class Entry:
+    """A change of names in the journal: each side is (folder, name, what it is then or None)."""
+
+    sides: list[tuple[Folder, str, File | Folder | None]]
+    synced: bool = False
+
+
+class Disk:
+    """The tree as programs see it, and the journal of what of it would survive."""
+
+    def __init__(self) -> None:
+        self.root = Folder()
+        self.journal: list[Entry] = []
+
+    def find(self, path: str) -> Folder:
+        at = self.root
+        for part in [p for p in path.split("/") if p]:
+            below = at.names[part]
+            assert isinstance(below, Folder)
+            at = below
+        return at
+
+    def split(self, path: str) -> tuple[Folder, str]:
+        parent, _, name = path.rpartition("/")
+        return self.find(parent), name
+
+    def change(self, *sides: tuple[Folder, str, File | Folder | None]) -> None:
+        for folder, name, thing in sides:
+            if thing is None:
+                folder.names.pop(name, None)
+            else:
+                folder.names[name] = thing
+        self.journal.append(Entry(list(sides)))
+
+    def apply(self, op: Op) -> None:
+        match op:
+            case ("make_dir", path):
+                self.change((*self.split(path), Folder()))
+            case ("create", path):
+                self.change((*self.split(path), File()))
+            case ("write" | "sync", path, *data):
+                folder, name = self.split(path)
+                file = folder.names[name]
+                assert isinstance(file, File)
+                if data:
+                    file.content += data[0]
+                else:
+                    file.synced = file.content
+            case ("rename", old, new):
+                folder, name = self.split(old)
+                self.change((folder, name, None), (*self.split(new), folder.names[name]))
+            case ("remove", path):
+                self.change((*self.split(path), None))
+            case ("sync_dir", path):
+                folder = self.find(path)
+                for entry in self.journal:
+                    entry.synced |= any(side[0] is folder for side in entry.sides)
+
+    def materialise(self, target: Path, how: str, rng: random.Random) -> None:
+        pending = [e for e in self.journal if not e.synced]
+        lucky = {"drop": 0, "keep": len(pending), "mix": rng.randint(0, len(pending))}[how]
+        survives = {id(e) for e in pending[:lucky]} | {id(e) for e in self.journal if e.synced}
+        trees: dict[int, dict[str, File | Folder]] = {}
+        for entry in self.journal:
+            if id(entry) in survives:
+                for folder, name, thing in entry.sides:
+                    names = trees.setdefault(id(folder), {})
+                    if thing is None:
+                        names.pop(name, None)
+                    else:
+                        names[name] = thing
+        self._write(target, self.root, trees, how, rng)
+
+    def _write(self, at: Path, folder: Folder, trees: dict[int, Any], how: str, rng: random.Random) -> None:
+        at.mkdir()
+        for name, thing in trees.get(id(folder), {}).items():
+            if isinstance(thing, Folder):
+                self._write(at / name, thing, trees, how, rng)
+                continue
+            extra = thing.content[len(thing.synced) :] if thing.content.startswith(thing.synced) else b""
+            kept = {"drop": 0, "keep": len(extra), "mix": rng.randint(0, len(extra))}[how]
+            (at / name).write_bytes(thing.synced + extra[:kept])
+
+
+def save(ops: Recorder, step: int, *, shards: int = 2) -> None:
+    """As the ranks' writers and rank 0's do it, one after the other."""
+    directory = ops.root / name_step(step)
+    Store(ops.root, ops=ops).set_aside(step)
+    ops.make_dir(directory)
+    ops.sync_dir(ops.root)
+    files = {}
+    for rank in range(shards):
+        name = f"__{rank}_0.distcp"
+        files[name] = write_bytes(ops, directory / name, f"{step}/{rank}".encode() * 9)
+        ops.sync_dir(directory)
+    for name in ("common.pt", ".metadata", "metadata.json"):
+        files[name] = write_bytes(ops, directory / name, f"{step} {name}".encode())
+    commit(ops, directory, Manifest(schema=1, train_step=step, samples=step, layout=Layout(), files=files))
+    ops.note("durable", step)
+    write_tracker(ops, ops.root, step)
+
+
+def story_of_saves(ops: Recorder) -> None:
+    for step in (10, 20, 30):
+        save(ops, step)
+
+
+def story_of_pruning(ops: Recorder) -> None:
+    story_of_saves(ops)
+    Store(ops.root, ops=ops).prune(1, keep=())
+    save(ops, 40)
+    Store(ops.root, ops=ops).prune(2, keep=())
+
+
+def story_of_a_second_try(ops: Recorder) -> None:
+    """The same train_step is saved again over the only committed one, then pruned."""
+    save(ops, 10)
+    save(ops, 10, shards=3)
+    Store(ops.root, ops=ops).prune(1, keep=())
+
+
+def story_of_quarantine(ops: Recorder) -> None:
+    story_of_saves(ops)
+    ops.note("leaving", 30)
+    Store(ops.root, ops=ops).quarantine(30, "suspect")
+    ops.note("left", 30)
+    save(ops, 40)
+
+
+STORIES = [story_of_saves, story_of_pruning, story_of_a_second_try, story_of_quarantine]
+
+
+def expect(prefix: list[Op]) -> tuple[int, int]:
+    """The train_steps between which the chosen one must lie: the last promised, and the newest begun."""
+    promised: set[int] = set()
+    begun = {-1}
+    for op in prefix:
+        if op[0] == "note" and op[1] == "durable":
+            promised.add(op[2])
+        elif op[0] == "note":
+            promised.discard(op[2])
+        elif op[0] == "make_dir" and op[1].startswith("iter_"):
+            begun.add(int(op[1].removeprefix("iter_")))
+    return max(promised, default=-1), max(begun)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("story", STORIES)
+def test_every_prefix_opens_to_the_newest_whole_one(story: Any, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "real")
+    recorder.root.mkdir()
+    story(recorder)
+    assert len(recorder.ops) > 60
+    disk, rng, chosen = Disk(), random.Random(7), set()
+    for n, op in enumerate([("note", "start"), *recorder.ops]):
+        disk.apply(op)
+        prefix = recorder.ops[:n]
+        for how in ("drop", "keep", "mix", "mix", "mix"):
+            target = tmp_path / "lost"
+            disk.materialise(target, how, rng)
+            step = open_and_check(target, *expect(prefix), f"{how} after {n}: {prefix[-1:]}")
+            chosen.add(step)
+            shutil.rmtree(target)
+    assert chosen >= {-1, 10}
+
+
+def open_and_check(root: Path, promised: int, begun: int, when: str) -> int:
+    store = Store(root, ops=Unsynced())
+    restore = store.choose(quarantined=()).restore
+    step = restore.train_step if restore else -1
+    assert promised <= step <= begun, f"{when}: {step}, promised {promised}"
+    if restore:
+        verify(Path(restore.path))
+    # whatever was left, the next attempt can tidy up, and that costs nothing that counts
+    store.prune(1, keep=())
+    again = store.choose(quarantined=()).restore
+    assert (again.train_step if again else -1) == step, when
+    return step
+
+
+def test_the_model_of_the_disk_forgets_what_was_not_synced(tmp_path: Path) -> None:
+    """A check of the check: without any sync nothing survives, with all of them everything does."""
+    recorder = Recorder(tmp_path / "real")
+    recorder.root.mkdir()
+    save(recorder, 10)
+    for kept, expected in ((True, 10), (False, -1)):
+        disk = Disk()
+        for op in recorder.ops:
+            if kept or op[0] != "sync_dir":
+                disk.apply(op)
+        disk.materialise(tmp_path / f"lost{kept}", "drop", random.Random(0))
+        restore = Store(tmp_path / f"lost{kept}").choose(quarantined=()).restore
+        assert (restore.train_step if restore else -1) == expected
