@@ -9,6 +9,7 @@ Importing this module is cheap; everything heavy is imported by `preload()`.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING, Final
 
 from outlast.launchers.recorder import STOP_FILE_ENV, Recorder, current
 from outlast.launchers.trainer_args import Settings, TrainerError, parse_settings, why_not
-from outlast.launchers.trainer_faults import inject, parse_faults
-from outlast.launchers.trainer_hooks import SampleLog
+from outlast.launchers.trainer_env import read_rank_env
+from outlast.launchers.trainer_faults import Fault, inject, parse_faults
 from outlast.launchers.trainer_order import microbatches, rank_ordinals, sample_at
+from outlast.launchers.trainer_samples import SampleLog
 
 if TYPE_CHECKING:
     import torch
@@ -71,18 +73,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(settings: Settings, env: Mapping[str, str], recorder: Recorder, *, leave: Sequence[str] = ()) -> Training:
     """One attempt. `leave` names upstream faults that are not to be mended: for the tests that show them."""
+    rank_env = read_rank_env(env)
+    refusal = why_not(settings, rank_env.world_size)
+    if refusal:
+        raise TrainerError(refusal)
+    faults = parse_faults(env.get(FAULT_ENV, ""))
     preload()
     _quiet_upstream()
     from outlast.launchers import megatron_fixes, trainer_world
 
-    rank_env = trainer_world.read_rank_env(env)
-    refusal = why_not(settings, rank_env.world_size)
-    if refusal:
-        raise TrainerError(refusal)
     megatron_fixes.mend(leave=leave)
     with _term_as_flag(settings.save_on_term) as term:
         world = trainer_world.join(rank_env, settings)
-        training = Training(settings, env, world, recorder, term)
+        training = Training(settings, env, world, recorder, term=term, faults=faults)
         training.run()
         trainer_world.leave()
     recorder.phase("idle")
@@ -107,7 +110,14 @@ class Training:
     """One attempt's parts, and the loop over them."""
 
     def __init__(
-        self, settings: Settings, env: Mapping[str, str], world: World, recorder: Recorder, term: list[int]
+        self,
+        settings: Settings,
+        env: Mapping[str, str],
+        world: World,
+        recorder: Recorder,
+        *,
+        term: list[int],
+        faults: tuple[Fault, ...],
     ) -> None:
         from outlast.launchers import trainer_data, trainer_model, trainer_state
 
@@ -115,11 +125,13 @@ class Training:
         self.world = world
         self.recorder = recorder
         self._term = term
-        self._faults = parse_faults(env.get(FAULT_ENV, ""))
+        self._phase = "init"
+        self._faults = faults
         self._stop_file = env.get(STOP_FILE_ENV, "")
         self.corpus: Corpus = trainer_data.open_corpus(
             settings.data_dir, seq=settings.seq, max_bytes=settings.data_bytes
         )
+        trainer_state.agree_on_data(self.corpus.identity, world)
         self.facts: RunFacts = trainer_state.describe_run(settings, self.corpus.identity)
         self.trainee: Trainee = trainer_model.build_trainee(settings, world)
         self.progress: Progress = trainer_state.Progress()
@@ -129,7 +141,7 @@ class Training:
     def run(self) -> None:
         """Restore, train to the end or to the stop, and see the last save durable."""
         self._restore()
-        self.recorder.phase("compile")
+        self._enter("compile")
         stop = False
         while self.progress.train_step < self.settings.train_steps and not stop:
             stop = self._step()
@@ -140,7 +152,7 @@ class Training:
 
         if self.settings.restore_dir is None:
             return
-        self.recorder.phase("load")
+        self._enter("load")
         started_s = time.monotonic()
         self.progress = trainer_state.load_state(self.settings.restore_dir, self.trainee, self.world, self.facts)
         took_s = time.monotonic() - started_s
@@ -188,7 +200,8 @@ class Training:
         import torch.distributed as dist
 
         # one rank looks for the file: on a network file system the others may see it a train_step later
-        seen = bool(self._term) or (self.world.env.rank == 0 and self._stop_file and os.path.exists(self._stop_file))
+        file_seen = self.world.env.rank == 0 and bool(self._stop_file) and os.path.exists(self._stop_file)
+        seen = bool(self._term) or file_seen
         flag = torch.tensor([int(seen)], dtype=torch.int32, device=self.world.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -204,7 +217,7 @@ class Training:
         at_end = self.progress.train_step >= self.settings.train_steps
         if not (stop or (every and (at_end or self.progress.train_step % every == 0))):
             return 0.0
-        self.recorder.phase("save")
+        self._enter("save")
         restored = self.settings.restore_dir
         hold_s = trainer_state.save_state(
             self._saver,
@@ -214,11 +227,12 @@ class Training:
             self.facts,
             parents=(restored.name,) if restored else (),
         )
-        self.recorder.phase("train")
         return hold_s
 
     def _record(self, outcome: StepOutcome, before: Progress, step_s: float, save_s: float) -> None:
         s, train_step = self.settings, self.progress.train_step
+        if outcome.loss is not None and not math.isfinite(outcome.loss):
+            raise FloatingPointError(f"train_step {train_step}: loss is {outcome.loss}, samples {before.samples} on")
         self.recorder.step_done(
             train_step,
             loss=outcome.loss,
@@ -228,7 +242,7 @@ class Training:
             tokens=s.global_batch * s.seq,
             save_s=save_s,
         )
-        self.recorder.phase("train")
+        self._enter("train")
         self._say(
             f"train_step {train_step}/{s.train_steps} | loss {outcome.loss or 0.0:.4f} | "
             f"grad norm {outcome.grad_norm or 0.0:.3f} | {step_s * 1e3:.0f} ms"
@@ -236,10 +250,18 @@ class Training:
         )
 
     def _finish(self) -> None:
+        from outlast.launchers import megatron_fixes
+
+        megatron_fixes.settle_parameters(self.trainee.wrapped)
         if self._saver is not None:
-            self.recorder.phase("save")
+            self._enter("save")
             self._saver.finish()
             self._saver.close()
+
+    def _enter(self, phase: str) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self.recorder.phase(phase)
 
     def _on_durable(self, train_step: int, hold_s: float, durable_s: float) -> None:
         self.recorder.checkpoint_durable(train_step)

@@ -82,6 +82,7 @@ def why_not(settings: Settings, world_size: int) -> str:
         return f"tp {s.tp} x pp {s.pp} = {model_ranks} does not divide the {world_size} ranks"
     dp = world_size // model_ranks
     checks = (
+        (not (s.experts and s.tp > 1) or s.seq % s.tp == 0, f"seq {s.seq} does not divide over tp {s.tp}"),
         (s.heads % s.tp == 0, f"{s.heads} heads do not divide over tp {s.tp}"),
         (s.hidden % s.heads == 0, f"hidden {s.hidden} does not divide over {s.heads} heads"),
         (s.layers % s.pp == 0, f"{s.layers} layers do not divide over pp {s.pp}"),

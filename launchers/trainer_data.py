@@ -26,7 +26,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from megatron.core.datasets.indexed_dataset import (  # type: ignore[import-untyped]
     DType,
     IndexedDataset,
@@ -99,7 +98,7 @@ def _build(folder: Path, source: Path, max_bytes: int) -> None:
     for path in files:
         text = path.read_bytes()
         if text:
-            builder.add_document(torch.frombuffer(bytearray(text), dtype=torch.uint8), [len(text)])
+            builder.add_document(np.frombuffer(text, dtype=np.uint8), [len(text)])
     builder.finalize(str(scratch / "corpus.idx"))
     (scratch / "digest").write_text(_digest(scratch) + "\n", encoding="ascii")
     for name in ("corpus.bin", "corpus.idx", "digest"):

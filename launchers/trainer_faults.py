@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from outlast.launchers.trainer_args import TrainerError
+
 _NUMBERS: Final = {"rank": int, "train_step": int, "seconds": float, "megabytes": int}
 _WANTS: Final = {
     "exception": (),
@@ -30,7 +32,7 @@ _WANTS: Final = {
 """Kind -> what it needs besides rank and train_step."""
 
 
-class FaultError(ValueError):
+class FaultError(TrainerError):
     """OUTLAST_FAULT does not say what it should."""
 
 

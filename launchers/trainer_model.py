@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # type: ignore[import-untyped]
 from megatron.core.pipeline_parallel import get_forward_backward_func  # type: ignore[import-untyped]
 from megatron.core.transformer import TransformerConfig  # type: ignore[import-untyped]
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # type: ignore[import-untyped]
 
 from outlast.launchers.trainer_args import Settings
 from outlast.launchers.trainer_data import VOCABULARY
@@ -58,7 +59,7 @@ def build_trainee(settings: Settings, world: World) -> Trainee:
     torch.manual_seed(settings.seed)
     module = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=settings.experts or None, moe_grouped_gemm=False),
+        _layer_spec(settings, config),
         vocab_size=VOCABULARY,
         max_sequence_length=settings.seq,
         pre_process=world.is_first_stage,
@@ -88,6 +89,24 @@ def build_trainee(settings: Settings, world: World) -> Trainee:
     return Trainee(module=module, wrapped=wrapped, optimizer=optimizer, overlap=settings.overlap)
 
 
+class SequenceNorm(torch.nn.LayerNorm):
+    """Layer norm over a part of the sequence. Megatron's own for torch refuses sequence parallel, but all it takes is
+    the mark by which finalize_model_grads adds up these weights' gradients over tp."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def _layer_spec(settings: Settings, config: Any) -> Any:
+    layer = get_gpt_layer_local_spec(num_experts=settings.experts or None, moe_grouped_gemm=False)
+    if not config.sequence_parallel:
+        return layer
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * (settings.layers // settings.pp), layer_norm=SequenceNorm)
+
+
 def _model_config(settings: Settings) -> Any:
     experts = {
         "num_moe_experts": settings.experts,
@@ -98,6 +117,8 @@ def _model_config(settings: Settings) -> Any:
         "moe_grouped_gemm": False,
         "add_bias_linear": False,
         "expert_tensor_parallel_size": 1,
+        # moe_layer.py:380 refuses tp without it
+        "sequence_parallel": settings.tp > 1,
     }
     # the fused kernels need Apex or Transformer Engine
     unfused = dict.fromkeys(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject  # type: ignore[import-untyped]
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # type: ignore[import-untyped]
 
@@ -69,6 +70,15 @@ def describe_run(settings: Settings, data: str) -> RunFacts:
         seed=settings.seed,
         data=data,
     )
+
+
+def agree_on_data(identity: str, world: World) -> None:
+    """Refuse ranks that would number the samples of different texts (another Python on one node). Collective."""
+    ours = int(identity[:15], 16)
+    ends = torch.tensor([ours, -ours], dtype=torch.int64, device=world.device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    if ends[0] != -ends[1]:
+        raise TrainerError(f"rank {world.env.rank}: corpus {identity}; another rank has another: share one --data-dir")
 
 
 def layout_of(world: World) -> Layout:

@@ -1,4 +1,4 @@
-"""The ranks: who I am (environment as torchrun sets it), on which device, over which backend, in which groups.
+"""The ranks: on which device, over which backend, in which groups.
 
 The one place that chooses between CPU with gloo and GPU with nccl. Importing it opens nothing: groups and devices come
 with `join`, so a process that has imported everything may be forked into ranks.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,45 +20,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # typ
 from torch._C._distributed_c10d import TCPStore
 
 from outlast.launchers.megatron_cpu import cuda_here
-from outlast.launchers.trainer_args import Settings, TrainerError
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnv:
-    """What torchrun tells each rank."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    master_addr: str
-    master_port: int
-    attempt: int = 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.world_size - 1
-
-
-def read_rank_env(env: Mapping[str, str]) -> RankEnv:
-    """The rank's place; a single rank needs only a port, and not even that."""
-    world_size = _number(env, "WORLD_SIZE", "1")
-    alone = world_size == 1
-    rank = _number(env, "RANK", "0" if alone else None)
-    return RankEnv(
-        rank=rank,
-        local_rank=_number(env, "LOCAL_RANK", str(rank)),
-        world_size=world_size,
-        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(env, "MASTER_PORT", "0" if alone else None),
-        attempt=_number(env, "OUTLAST_ATTEMPT", env.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
-
-
-def _number(env: Mapping[str, str], name: str, default: str | None) -> int:
-    text = env.get(name, default)
-    if text is None or not text.isdecimal():
-        raise TrainerError(f"environment {name} is {text!r}: expected a number, as torchrun sets it")
-    return int(text)
+from outlast.launchers.trainer_args import Settings
+from outlast.launchers.trainer_env import RankEnv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +106,7 @@ def _choose_device(env: RankEnv) -> tuple[torch.device, str]:
 
 def _rendezvous(env: RankEnv, backend: str, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
-    if not _is_loopback(env.master_addr):
+    if env.agent_store or not _is_loopback(env.master_addr):
         dist.init_process_group(
             backend, init_method="env://", rank=env.rank, world_size=env.world_size, timeout=timeout
         )

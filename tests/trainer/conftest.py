@@ -101,7 +101,9 @@ def _digest(training: trainer.Training) -> str:
     return digest.hexdigest()
 
 
-def _be_rank(argv: Sequence[str], env: dict[str, str], folder: Path, leave: Sequence[str]) -> int:
+def _be_rank(
+    argv: Sequence[str], env: dict[str, str], folder: Path, leave: Sequence[str], before: Callable[[], None]
+) -> int:
     """The life of a forked rank; returns its exit code."""
     rank = int(env["RANK"])
     output = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -111,9 +113,12 @@ def _be_rank(argv: Sequence[str], env: dict[str, str], folder: Path, leave: Sequ
     sys.stderr = os.fdopen(2, "w", closefd=False)
     os.environ.update(env)
     try:
+        before()
         training = trainer.run(parse_settings(argv), os.environ, FileRecorder(folder / f"{rank}.jsonl"), leave=leave)
         (folder / f"{rank}.digest").write_text(_digest(training))
         return 0
+    except SystemExit as end:
+        return int(end.code or 0)
     except BaseException:  # noqa: BLE001 (whatever it is, the parent reads it from the output)
         traceback.print_exc()
         return 1
@@ -141,10 +146,11 @@ class RankForker:
         ranks: int = 1,
         env: dict[str, str] | None = None,
         leave: Sequence[str] = (),
+        before: Callable[[], None] = lambda: None,
         while_running: Callable[[dict[int, int], Path], None] | None = None,
         timeout_s: float = 90.0,
     ) -> AttemptResult:
-        """One attempt. `while_running` gets {rank: pid} and the folder with the ranks' records."""
+        """One attempt. `before` runs in each rank first; `while_running` gets {rank: pid} and the records' folder."""
         self._attempts += 1
         folder = self._folder / f"attempt-{self._attempts}"
         folder.mkdir()
@@ -164,7 +170,7 @@ class RankForker:
             if pid == 0:
                 code = 1
                 with contextlib.suppress(BaseException):
-                    code = _be_rank(full, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, folder, leave)
+                    code = _be_rank(full, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, folder, leave, before)
                 os._exit(code)
             pids[rank] = pid
         try:

@@ -1,0 +1,237 @@
+"""Upstream's faults, each shown twice: the trainer without the mend has it, with the mend it is gone.
+
+The ranks are forked, so that a mend made in one attempt does not reach the next.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron]
+
+MOE = ("--experts", "4")
+OVERLAP = ("--overlap",)
+
+
+class Restores:
+    """Save at 3 of 6 in one layout, restore into another, with the same mends left out in both."""
+
+    def __init__(self, fork_ranks: Any, folder: Path) -> None:
+        self._fork_ranks = fork_ranks
+        self._folder = folder
+        self._count = 0
+
+    def __call__(
+        self, *leave: str, save: tuple[str, ...] = (), load: tuple[str, ...] = (), ranks: tuple[int, int] = (1, 1)
+    ) -> tuple[Any, Any]:
+        """The whole attempt and the restored one."""
+        self._count += 1
+        checkpoints = self._folder / str(self._count)
+        saved = self._fork_ranks(
+            *save, "--save-every", "3", "--checkpoint-dir", str(checkpoints), ranks=ranks[0], leave=leave
+        ).checked()
+        restored = self._fork_ranks(
+            *load, "--restore-dir", str(checkpoints / "iter_0000003"), ranks=ranks[1], leave=leave
+        )
+        return saved, restored
+
+
+@pytest.fixture
+def restores(fork_ranks: Any, tmp_path: Path) -> Restores:
+    return Restores(fork_ranks, tmp_path)
+
+
+def difference(saved: Any, restored: Any) -> float:
+    steps = restored.checked().losses
+    assert list(steps) == [4, 5, 6]
+    return max(abs(steps[s] - saved.losses[s]) / saved.losses[s] for s in steps)
+
+
+def test_shared_step(restores: Restores) -> None:
+    saved, restored = restores()
+    assert restored.checked().digests == saved.digests
+    assert difference(saved, restored) == 0.0
+    assert difference(*restores("shared_step")) > 1e-4  # silently: no error, another loss
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("fresh_optimizer", "AssertionError"), ("step_not_loaded", "KeyError: 'step'")]
+)
+def test_a_fresh_optimizer_loads(restores: Restores, name: str, word: str) -> None:
+    # that it loads with the mend is test_shared_step's first half
+    _, restored = restores(name)
+    assert restored.codes == [1]
+    assert word in restored.ranks[0].output
+    assert "distrib_optimizer.py" in restored.ranks[0].output
+
+
+def test_padded_buckets(restores: Restores) -> None:
+    saved, restored = restores(save=OVERLAP, load=OVERLAP, ranks=(2, 2))
+    assert restored.checked().digests == saved.digests
+    assert difference(*restores("padded_buckets", save=OVERLAP, load=OVERLAP, ranks=(2, 2))) > 1e-3
+
+
+@pytest.mark.long
+def test_padded_buckets_of_pipeline_stages_on_three_replicas(restores: Restores) -> None:
+    layout = ("--pp", "2", "--global-batch", "6", "--micro-batch", "2")
+    one = ("--global-batch", "6", "--micro-batch", "2")
+    assert difference(*restores(save=layout, load=one, ranks=(6, 1))) < 1e-5
+    assert difference(*restores("padded_buckets", save=layout, load=one, ranks=(6, 1))) > 1e-3
+
+
+def stale_tensors(checkpoint: Path) -> list[str]:
+    """Weights whose value in the model's part is not the one in the optimizer's part."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    _load_state_dict(
+        state, storage_reader=FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    flat = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    pairs = [(name, f"optimizer.state.param.{name}") for name in flat if f"optimizer.state.param.{name}" in flat]
+    assert len(pairs) > 5
+    return [name for name, main in pairs if not torch.equal(flat[name], flat[main])]
+
+
+def _leave_parameters_unsettled() -> None:
+    from outlast.launchers import trainer_state
+
+    trainer_state.settle_parameters = lambda _wrapped: None  # type: ignore[assignment]
+
+
+def test_stale_model(fork_ranks: Any, tmp_path: Path) -> None:
+    def save(name: str, **how: Any) -> Path:
+        argv = (*OVERLAP, "--train-steps", "3", "--save-every", "3", "--checkpoint-dir", str(tmp_path / name))
+        fork_ranks(*argv, ranks=2, **how).checked()
+        return tmp_path / name / "iter_0000003"
+
+    assert stale_tensors(save("settled")) == []
+    assert stale_tensors(save("unsettled", before=_leave_parameters_unsettled)) != []
+
+
+def test_experts_folded_into_the_dense_optimizer(restores: Restores) -> None:
+    two, one = (*MOE, "--ep", "2"), MOE
+    assert difference(*restores(save=two, load=one, ranks=(2, 1))) < 1e-5
+    _, refused = restores("chained_optimizers", save=two, load=one, ranks=(2, 1))
+    assert "KeyError: 'optimizer'" in refused.ranks[0].output
+
+
+def test_experts_unfolded_into_an_optimizer_of_their_own(restores: Restores) -> None:
+    two, one = (*MOE, "--ep", "2"), MOE
+    assert difference(*restores(save=one, load=two, ranks=(1, 2))) < 1e-5
+    _, refused = restores("chained_optimizers", save=one, load=two, ranks=(1, 2))
+    assert "Expected 2 entries in state dict, but got 4" in refused.ranks[0].output
+
+
+def test_missing_gemm(fork_ranks: Any) -> None:
+    fork_ranks(*MOE, "--train-steps", "1").checked()
+    broken = fork_ranks(*MOE, "--train-steps", "1", leave=("missing_gemm",))
+    assert "NameError: name 'te_general_gemm' is not defined" in broken.ranks[0].output
+
+
+PERSISTENT = '''
+"""Save with a persistent worker, train on in place, load: prints the values found in a tensor that was all ones."""
+import os, sys, warnings
+warnings.filterwarnings("ignore")
+from outlast.launchers import megatron_cpu
+megatron_cpu.adapt()  # at the top: the spawned worker runs this file too
+import torch
+torch.cuda.device_count = lambda: 1  # the worker asks for rank % device_count
+
+def main(folder, mended):
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from outlast.launchers import megatron_fixes
+    if mended:
+        megatron_fixes.mend()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    weights = {f"w{i}": torch.ones(1_000_000) for i in range(8)}
+    cut = lambda: {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in weights.items()}
+    queue = AsyncCallsQueue(persistent=True)
+    os.mkdir(folder)
+    strategy = get_default_save_sharded_strategy("torch_dist")
+    request = dist_checkpointing.save(cut(), folder, strategy, async_sharded_save=True)
+    queue.schedule_async_request(request)
+    while not queue.maybe_finalize_async_calls(blocking=False):
+        for tensor in weights.values():
+            tensor.add_(1.0)
+    queue.close()
+    for tensor in weights.values():
+        tensor.zero_()
+    found = {value for tensor in dist_checkpointing.load(cut(), folder).values() for value in tensor.tolist()}
+    print("found", sorted(found))
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] == "mended")
+'''
+
+
+def test_persistent_worker(tmp_path: Path) -> None:
+    script = tmp_path / "persistent.py"
+    script.write_text(PERSISTENT)
+
+    def run(how: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, str(script), str(tmp_path / how), how]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+
+    mended = run("mended")
+    assert mended.returncode != 0
+    assert "MegatronRefused" in mended.stderr
+    assert "fault 'persistent_worker'" in mended.stderr
+    plain = run("plain")
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout.strip() != "found [1.0]"  # torn: the state of a later step, or of several
+
+
+class TestGuard:
+    """A mend for other code than it was written for is worse than none."""
+
+    def test_another_version_is_refused(self, fork_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import megatron.core  # type: ignore[import-untyped]
+
+        from outlast.launchers import megatron_fixes
+
+        monkeypatch.setattr(megatron.core, "__version__", "0.19.2")
+        with pytest.raises(megatron_fixes.MegatronRefused) as refused:
+            megatron_fixes.mend()
+        assert refused.value.fault == "shared_step"
+        assert "DistributedOptimizer.load_state_dict: megatron-core 0.19.2" in str(refused.value)
+        assert "Install megatron-core==0.16.1" in str(refused.value)
+
+    def test_another_source_is_refused(self, fork_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # type: ignore[import-untyped]
+
+        from outlast.launchers import megatron_fixes
+
+        # of the mended function's helper, not of the function itself
+        monkeypatch.setattr(DistributedOptimizer, "get_parameter_state_dp_zero", lambda self: None)
+        others = [f.name for f in megatron_fixes.FAULTS if f.name != "padded_buckets"]
+        with pytest.raises(megatron_fixes.MegatronRefused, match="padded_buckets"):
+            megatron_fixes.mend(leave=[*others, "missing_gemm"])
+
+    def test_a_name_that_is_gone_is_refused(self, fork_ranks: Any) -> None:
+        from outlast.launchers import megatron_fixes
+
+        gone = replace(megatron_fixes.FAULTS[0], function="DistributedOptimizer.load_no_more")
+        with pytest.raises(megatron_fixes.MegatronRefused, match=r"load_no_more: there is no such function"):
+            megatron_fixes._mend_one(gone)
+
+    def test_all_that_is_installed_is_known(self, fork_ranks: Any) -> None:
+        from outlast.launchers import megatron_fixes
+
+        for fault in megatron_fixes.FAULTS:
+            owner, _ = megatron_fixes._find_owner(fault)
+            assert megatron_fixes.why_unknown(fault, owner) == ""
