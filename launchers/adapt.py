@@ -320,7 +320,11 @@ def _megatron_objections(run: RunFile, layout: Layout) -> Iterator[str]:
     uneven = any("pipeline_num_layers" in name or "pipeline_model_parallel_layout" in name for name in run.params)
     checks = (
         (heads, layout.tp, f"{heads} attention heads do not divide over tp {layout.tp}"),
-        (groups if groups and groups > layout.tp else None, layout.tp, f"{groups} query groups, tp {layout.tp}"),
+        (
+            groups if groups and groups > layout.tp else None,
+            layout.tp,
+            f"{groups} query groups do not divide over tp {layout.tp}",
+        ),
         (None if uneven else layers, layout.pp, f"{layers} layers do not divide over pp {layout.pp}"),
         (experts, layout.ep, f"{experts} experts do not divide over ep {layout.ep}"),
         (

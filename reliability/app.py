@@ -18,3 +18,7 @@ def main() -> None:
     from outlast.reliability.cli.root import start
 
     raise SystemExit(start(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,6 @@ completion import nothing.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -125,10 +124,10 @@ def start(argv: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return WRONG
-    except BrokenPipeError:
-        # `outlast report | head`: the reader has what it wanted; stdout must not complain again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+    except SystemExit:
+        if type(sys.stdout).__name__.endswith("PacifyFlushWrapper"):  # click's mark of a closed pipe
+            return DONE  # `outlast report | head`: the reader has what it wanted
+        raise
     except Exception as error:
         code = _explain(error)
         if code is None:

@@ -1,0 +1,110 @@
+"""doctor: each finding of this machine, and what it says to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outlast.reliability.cli import site
+from outlast.reliability.cli.root import start
+from outlast.reliability.cli.site import Grade, Row
+from outlast.reliability.freeze import freeze
+from outlast.reliability.runfile import RunFile, Task
+
+SMALL = 1024 * 1024
+
+
+def test_a_usable_disk_is_measured_and_left_clean(tmp_path: Path) -> None:
+    row = site.check_disk("run root", tmp_path / "new", probe_bytes=SMALL)
+    assert row.grade in (Grade.OK, Grade.WARNING) and "GB/s write" in row.found
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_unfit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    row = site.check_disk("run root", tmp_path / "file", probe_bytes=SMALL)
+    assert row.grade is Grade.UNFIT and "a file system that all nodes see" in row.do
+
+
+def test_a_file_system_without_hard_links_is_unfit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")  # as FAT and some object stores answer
+
+    monkeypatch.setattr(site.os, "link", refuse)
+    row = site.check_disk("run root", tmp_path, probe_bytes=SMALL)
+    assert row.grade is Grade.UNFIT and "Operation not permitted" in row.found
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("version", "grade"), [((3, 10), Grade.UNFIT), ((3, 11), Grade.OK), ((3, 13), Grade.NOTE)])
+def test_python_versions(version: tuple[int, ...], grade: Grade) -> None:
+    assert [row.grade for row in site.check_python(version)] == [grade]
+
+
+@pytest.mark.parametrize(
+    ("versions", "kind", "grades"),
+    [
+        ({"torch": "2.13.0+cpu", "megatron-core": "0.16.1", "numpy": "2.4.6"}, "reference", ["ok", "ok", "ok"]),
+        ({"torch": "2.9.0", "megatron-core": "0.19.2", "numpy": "1.26"}, "reference", ["warning"] * 3),
+        ({}, "reference", ["unfit"] * 3),
+        ({}, "megatron_lm", ["unfit", "note", "unfit"]),
+        ({}, "plain", ["note"] * 3),
+    ],
+)
+def test_packages_beside_what_was_tested(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], kind: str, grades: list[str]
+) -> None:
+    monkeypatch.setattr(site, "_version", lambda package: versions.get(package, ""))
+    rows = list(site.check_packages(RunFile(name="a", task=Task(script="x", kind=kind))))
+    assert [row.grade for row in rows] == grades
+    assert all(row.do for row in rows if row.grade in (Grade.UNFIT, Grade.WARNING))
+
+
+def test_packages_of_a_container_are_not_looked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "_version", lambda package: "")
+    run = RunFile(name="a", task=Task(script="x", kind="reference", container="/images/a.sqsh"))
+    assert {row.grade for row in site.check_packages(run)} == {Grade.NOTE}
+
+
+def test_a_package_of_our_name_beside_the_script_is_unfit(tmp_path: Path) -> None:
+    (tmp_path / "outlast").mkdir()
+    run = RunFile(name="a", task=Task(script="train.py", workdir=str(tmp_path)))
+    assert {row.grade for row in site.check_clashes([], run)} == {Grade.OK}  # a folder alone hides nothing
+    (tmp_path / "outlast" / "__init__.py").write_text("")
+    assert [row.grade for row in site.check_clashes([], run)] == [Grade.UNFIT]
+    (tmp_path / "slurm.py").write_text("")
+    assert [row.grade for row in site.check_clashes([str(tmp_path)], None)] == [Grade.UNFIT, Grade.NOTE]
+
+
+def test_our_own_package_is_no_clash() -> None:
+    ours = Path(site.__file__).parents[3]
+    assert {row.grade for row in site.check_clashes([str(ours)], None)} == {Grade.OK}
+
+
+def test_an_open_secret_is_unfit(tmp_path: Path) -> None:
+    run_dir = freeze(RunFile(name="a", task=Task(script="x")), tmp_path)
+    assert [row.grade for row in site.check_secrets(tmp_path)] == [Grade.OK]
+    run_dir.secret.chmod(0o640)
+    (row,) = site.check_secrets(tmp_path)
+    assert row.grade is Grade.UNFIT and f"chmod 600 {run_dir.secret}" in row.do
+
+
+@pytest.mark.slow
+def test_exit_code_4_and_data_where_something_is_unfit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(site, "PROBE_BYTES", SMALL)
+    Path("train.py").write_text("")
+    Path("run.yaml").write_text("name: a\ntask: {script: train.py}\ncluster: {kind: local}\n")
+    assert start(["doctor", "run.yaml", "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["fit"] is True and {row["subject"] for row in got["findings"]} >= {"python", "run root", "secrets"}
+    bad = Row(subject="slurmctld", grade=Grade.UNFIT, found="\x1b[2J silent", do="call the admin")
+    monkeypatch.setattr(site, "look", lambda run, root: iter((bad,)))
+    assert start(["doctor", "run.yaml"]) == 4
+    out = capsys.readouterr().out
+    assert "slurmctld" in out and "-> call the admin" in out and "\x1b[2J" not in out
+    assert start(["doctor", "none.yaml"]) == 2
