@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outlast.reliability.catalogue import load as load_catalogue
+from outlast.reliability.catalogue import load_catalogue
 from outlast.reliability.clock import SteadyClock
 from outlast.reliability.config import load_frozen
 from outlast.reliability.events import LogEvent
