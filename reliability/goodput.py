@@ -158,17 +158,25 @@ def spans(run: Trace) -> tuple[Span, ...]:
     trials = list(run.trials.values())
     brush = _Brush(end_s=run.wall_s)
     brush.to(trials[0].planned.run_s if trials else run.wall_s, "wait")
-    for index, trial in enumerate(trials):
-        later = trials[index + 1 :]
+    for index, (trial, lost_above) in enumerate(zip(trials, _lost_above(trials), strict=True)):
+        later = trials[index + 1] if index + 1 < len(trials) else None
         brush.attempt = trial.plan.attempt
-        brush.end_s = later[0].planned.run_s if later else run.wall_s
-        _paint(brush, run, trial, later)
+        brush.end_s = later.planned.run_s if later else run.wall_s
+        _paint(brush, run, trial, later, lost_above)
     return tuple(brush.spans)
 
 
-def _paint(brush: _Brush, run: Trace, trial: Trial, later: Sequence[Trial]) -> None:
+def _lost_above(trials: Sequence[Trial]) -> list[float]:
+    """For each attempt the train_step above which some later attempt began again."""
+    limits, limit = [], math.inf
+    for trial in reversed(trials):
+        limits.append(limit)
+        limit = min(limit, trial.plan.restore_step)
+    return limits[::-1]
+
+
+def _paint(brush: _Brush, run: Trace, trial: Trial, later: Trial | None, lost_above: float) -> None:
     steps = _in_order(trial)
-    lost_above = min((t.plan.restore_step for t in later), default=math.inf)
     stop_s = trial.entered_s(State.STOPPING)
     _start_up(brush, run, trial, steps, lost_above)
     if steps:
@@ -328,18 +336,30 @@ def costs(run: Trace, painted: Sequence[Span]) -> tuple[Cost, ...]:
     for span in painted:
         if span.state == "lost_work":
             lost_s[span.attempt] = lost_s.get(span.attempt, 0.0) + span.to_s - span.from_s
-    return tuple(_cost(run, case, lost_s.get(case.attempt, 0.0)) for case in run.cases.values())
+    after = _after(list(run.trials.values()))
+    return tuple(
+        _cost(run, case, lost_s.get(case.attempt, 0.0), *after.get(case.attempt, (None, None)))
+        for case in run.cases.values()
+    )
 
 
-def _cost(run: Trace, case: Case, lost_s: float) -> Cost:
+def _after(trials: Sequence[Trial]) -> dict[int, tuple[Trial | None, float | None]]:
+    """For each attempt the next one, and when a later one finished its first train_step."""
+    known: dict[int, tuple[Trial | None, float | None]] = {}
+    following, again_s = None, None
+    for trial in reversed(trials):
+        known[trial.plan.attempt] = (following, again_s)
+        following = trial
+        if trial.steps:
+            again_s = min(mark.finish_s for mark in trial.steps.values())
+    return known
+
+
+def _cost(run: Trace, case: Case, lost_s: float, following: Trial | None, again_s: float | None) -> Cost:
     trial = run.trials.get(case.attempt)
-    if trial is None or _stopping_case(trial) is not case:
+    if trial is None or following is None or _stopping_case(trial) is not case:
         return Cost(incident=case.number)
-    later = [t for t in run.trials.values() if t.planned.run_s >= trial.planned.run_s and t is not trial]
-    if not later:
-        return Cost(incident=case.number)
-    lost_steps = max(0, max(trial.steps, default=0) - later[0].plan.restore_step) if trial.steps else 0
-    again = next((min(mark.finish_s for mark in t.steps.values()) for t in later if t.steps), None)
-    recovery_s = None if again is None else max(0.0, again - sign_s(run, case))
+    lost_steps = max(0, max(trial.steps, default=0) - following.plan.restore_step)
+    recovery_s = None if again_s is None else max(0.0, again_s - sign_s(run, case))
     rank_s = (lost_s + (recovery_s or 0.0)) * trial.plan.layout.world_size
     return Cost(incident=case.number, lost_steps=lost_steps, lost_s=lost_s, recovery_s=recovery_s, rank_s=rank_s)

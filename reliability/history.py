@@ -195,12 +195,14 @@ _BESIDE: Final = (m.Drain, m.Advise, m.Feed, m.LeaveIt)
 
 def _lineage(run: Trace) -> tuple[StepSeen, ...]:
     """Each train_step as it was last done; what a later attempt has taken back is gone."""
-    kept: dict[int, StepSeen] = {}
+    kept: list[StepSeen] = []
     for trial in run.trials.values():
-        if any(step > trial.plan.restore_step for step in kept):
-            kept = {step: seen for step, seen in kept.items() if step <= trial.plan.restore_step}
-        kept |= {step: mark.seen for step, mark in trial.steps.items()}
-    return tuple(kept[step] for step in sorted(kept))
+        newest = [trial.steps[number].seen for number in sorted(trial.steps)]
+        taken_back = min([trial.plan.restore_step + 1] + [seen.train_step for seen in newest[:1]])
+        while kept and kept[-1].train_step >= taken_back:
+            kept.pop()
+        kept += newest
+    return tuple(kept)
 
 
 def _samples(steps: Sequence[StepSeen]) -> Samples | None:
@@ -220,8 +222,8 @@ def _samples(steps: Sequence[StepSeen]) -> Samples | None:
 
 def _attempts(run: Trace) -> tuple[AttemptView, ...]:
     trials = list(run.trials.values())
-    ends = [trial.planned.run_s for trial in trials[1:]] + [run.wall_s]
-    return tuple(_attempt(trial, to_s) for trial, to_s in zip(trials, ends, strict=True))
+    ends = [*(trial.planned.run_s for trial in trials[1:]), run.wall_s]
+    return tuple(_attempt(trial, to_s) for trial, to_s in zip(trials, ends, strict=False))
 
 
 def _attempt(trial: Trial, to_s: float) -> AttemptView:

@@ -174,7 +174,7 @@ def report_text(view: RunView) -> str:
     loss = "" if view.loss is None else f", loss {view.loss:.4g}"
     why = f" ({one_line(view.why)})" if view.why else ""
     lines = [
-        f"run {view.run}: {view.state}{why}",
+        one_line(f"run {view.run}: {view.state}") + why,
         f"{steps}{loss}, {len(view.incidents)} incidents, {len(view.attempts)} attempts, "
         f"{duration(view.ledger.wall_s)}, effective {percent(view.ledger.effective)}",
     ]
@@ -188,7 +188,7 @@ def report_text(view: RunView) -> str:
 
 def _attempt_line(attempt: AttemptView) -> str:
     plan = attempt.plan
-    nodes = " ".join(plan.nodes[:12]) + (f" and {len(plan.nodes) - 12} more" if len(plan.nodes) > 12 else "")
+    nodes = one_line(" ".join(plan.nodes[:12])) + (f" and {len(plan.nodes) - 12} more" if len(plan.nodes) > 12 else "")
     begun = f"from step {plan.restore_step}" if plan.restore_step else "from the beginning"
     done = f"train_steps {attempt.first_step}..{attempt.last_step}" if attempt.last_step else "no train_step finished"
     ended = f"; {one_line(attempt.why_ended)}" if attempt.why_ended else ""
@@ -228,7 +228,7 @@ def explain_text(view: RunView, number: int) -> str | None:
     rows: list[tuple[str, list[str]]] = [
         ("evidence", _evidence_lines(incident)),
         ("because", [one_line(verdict.because, limit=1000)]),
-        ("rule", [verdict.rule]),
+        ("rule", [one_line(verdict.rule)]),
         ("rejected", [one_line(f"{other.alternative}: {other.why}") for other in verdict.rejected]),
         ("action", _action_lines(incident)),
         ("cost", [cost_line(incident)] if verdict.stops else ["nothing was stopped"]),

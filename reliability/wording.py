@@ -185,6 +185,6 @@ def undo_of(action: Action) -> str:
     """The command by which a person takes the action back; '' where there is nothing to take back."""
     match action:
         case m.Drain(node=node):
-            return f"scontrol update nodename={node} state=resume   (after: outlast check --node {node})"
+            return one_line(f"scontrol update nodename={node} state=resume (after: outlast check --node {node})")
         case _:
             return ""

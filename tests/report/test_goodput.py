@@ -71,7 +71,7 @@ def test_every_prefix_of_the_demo_sums(demo_events: tuple[LogEvent, ...]) -> Non
         check_sums(demo_events[:length])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_part_of_a_log_in_any_order_sums(demo_events: tuple[LogEvent, ...], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(demo_events), max_size=60))
@@ -92,7 +92,7 @@ ENDS = st.tuples(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(attempts=st.lists(st.tuples(STEPS, ENDS), min_size=1, max_size=6), cut=st.floats(0, 1))
 def test_generated_histories_sum_and_lose_what_is_done_again(new_story: New, attempts: Any, cut: float) -> None:
     story = new_story()
