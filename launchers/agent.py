@@ -15,26 +15,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Coroutine
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine
 
-from outlast.launchers import node_env, reap, stacks
+import msgspec
+import yaml
+
+from outlast.launchers import adapt, node_env, reap, stacks
+from outlast.launchers.agent_log import AgentLog
+from outlast.launchers.election import Election
 from outlast.launchers.held import HeldRank
 from outlast.launchers.keeper import Keeper
+from outlast.launchers.link import AgentLink, Command, Introduction, Say
+from outlast.launchers.logs import Pump
+from outlast.launchers.nest import Nest, NestError
 from outlast.launchers.node_gate import look_at_node
+from outlast.launchers.recorder import NODE_ENV
+from outlast.launchers.successor import Successor
 from outlast.monitors.kmsg import KernelLog
-from outlast.reliability.model import GateSeen, Node, Signal
+from outlast.reliability.fence import FenceError, highest
+from outlast.reliability.frames import parse_secret
+from outlast.reliability.model import GateSeen, JobId, Node, Signal
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
 from outlast.reliability.wire import (
     Beat,
     CollectStacks,
     Done,
-    FromAgent,
-    FromSupervisor,
     Gate,
     Leave,
     StartRanks,
@@ -47,28 +58,27 @@ LOOK_S = 0.2
 """The ring of a step page holds 32 steps: 160 steps a second are not lost."""
 STRAYS_S = 5.0
 STACKS_AT_ONCE = 4
+LAST_WORD_S = 60.0
+FLUSH_S = 3.0
 LAST_TERM_S = 5.0
 """Grace for ranks when the agent itself is told to end: Slurm's KillWait follows."""
-
-
-class Post(Protocol):
-    """The way to whoever supervises; launchers/link.py holds the real one."""
-
-    def hear(self, signal: Signal) -> None:
-        """Send a signal, once, also over a reconnect."""
-
-    def send(self, message: FromAgent) -> None:
-        """Send an answer, if somebody is connected."""
 
 
 class Agent:
     """What an agent does, whoever brings the commands. `ended` is set once it should leave."""
 
     def __init__(
-        self, run_dir: RunDir, run: RunFile, node: Node, post: Post, keeper: Keeper, *, address: str = "127.0.0.1"
+        self,
+        run_dir: RunDir,
+        run: RunFile,
+        node: Node,
+        keeper: Keeper,
+        *,
+        hear: Callable[[Signal], None],
+        address: str = "127.0.0.1",
     ) -> None:
-        self.run_dir, self.run, self.node, self.post, self.keeper = run_dir, run, node, post, keeper
-        self.address = address
+        self.run_dir, self.run, self.node, self.keeper = run_dir, run, node, keeper
+        self.hear, self.address = hear, address
         self.ended = asyncio.Event()
         self.exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,21 +88,19 @@ class Agent:
         self.keeper.look()
         return self.keeper.beat(steps_through)
 
-    def on_command(self, message: FromSupervisor) -> None:
-        """Begin what was asked; the answer is posted when it is done. Commands of one kind may overlap safely."""
+    async def handle(self, message: Command, say: Say) -> Done:
+        """Carry a command out. Commands may overlap; what `say` sends goes out before the answer."""
         match message:
             case Gate():
-                self.begin(self._gate(message))
+                return await self._gate(message)
             case StartRanks():
-                self.begin(self._answer(message.command, self.keeper.start(message)))
+                return await self.keeper.start(message)
             case StopRanks():
-                self.begin(self._answer(message.command, self.keeper.stop(message)))
+                return await self.keeper.stop(message)
             case CollectStacks():
-                self.begin(self._stacks(message))
+                return await self._stacks(message, say)
             case Leave():
-                self.begin(self._leave(message))
-            case _:
-                pass  # Welcome and Pulse are the link's own
+                return await self._leave(message)
 
     async def work(self, *more: Coroutine[None, None, None]) -> int:
         """Everything that goes on beside the link, until `ended`; then all below this agent is ended."""
@@ -129,22 +137,15 @@ class Agent:
         except Exception:
             log.exception("a task of the agent failed")
 
-    async def _answer(self, command: int, work: Awaitable[Done]) -> None:
-        try:
-            done = await work
-        except Exception as e:
-            log.exception("command %d failed", command)
-            done = Done(command=command, ok=False, why=f"{type(e).__name__}: {e}")
-        self.post.send(done)
-
-    async def _gate(self, asked: Gate) -> None:
+    async def _gate(self, asked: Gate) -> Done:
         held = self.keeper.held
         if held.state in ("idle", "clear"):
             held.state = "gating"
-        found = await look_at_node(self.address, timeout_s=self.run.limits.gate_timeout_s)
+        limit_s, gpus = self.run.limits.gate_timeout_s, self.run.cluster.gpus_per_node
+        found = await look_at_node(self.address, gpus=gpus, timeout_s=limit_s)
         if held.state == "gating":
             held.state = "clear" if held.attempt else "idle"
-        self.post.hear(
+        self.hear(
             GateSeen(
                 node=self.node,
                 at_s=time.time(),
@@ -154,27 +155,27 @@ class Agent:
                 free_port=found.free_port,
             )
         )
-        self.post.send(Done(command=asked.command, ok=True))
+        return Done(command=asked.command, ok=True)
 
-    async def _stacks(self, asked: CollectStacks) -> None:
-        """All living ranks, a few at a time: a node may have as many ranks as cores."""
+    async def _stacks(self, asked: CollectStacks, say: Say) -> Done:
+        """All ranks, a few at a time: a node may have as many ranks as cores."""
         held = self.keeper.held
         if asked.attempt != held.attempt:
             why = f"this node holds attempt {held.attempt}, not {asked.attempt}"
-            self.post.send(Done(command=asked.command, ok=False, why=why))
-            return
+            return Done(command=asked.command, ok=False, why=why)
         self.keeper.look()
         gate = asyncio.Semaphore(STACKS_AT_ONCE)
 
         async def one(rank: HeldRank) -> None:
             async with gate:
                 directory = self.run_dir.rank(rank.attempt, rank.rank)
-                self.post.send(await stacks.collect(rank, now_mono_s=time.monotonic(), directory=directory))
+                say(await stacks.collect(rank, now_mono_s=time.monotonic(), directory=directory))
 
         await asyncio.gather(*(one(rank) for rank in held.ranks.values()))
-        self.post.send(Done(command=asked.command, ok=True))
+        return Done(command=asked.command, ok=True)
 
-    async def _leave(self, asked: Leave) -> None:
+    async def _leave(self, asked: Leave) -> Done:
+        """Stop what is held; then `work` ends, once the answer is under way."""
         limits = self.run.limits
         stop = StopRanks(
             command=asked.command,
@@ -183,8 +184,9 @@ class Agent:
             kill_grace_s=limits.kill_grace_s,
             why=asked.why,
         )
-        await self._answer(asked.command, self.keeper.stop(stop))
-        self.end(0, f"released: {asked.why}")
+        done = await self.keeper.stop(stop)
+        asyncio.get_running_loop().call_soon(self.end, 0, f"released: {asked.why}")
+        return done
 
     async def _look_on(self) -> None:
         while True:
@@ -199,12 +201,66 @@ class Agent:
             seen = await asyncio.to_thread(reap.reap_strays, seen)
 
     async def _kernel_log(self) -> None:
-        path = self.run.cluster.kernel_log
+        path = self.run.cluster.kernel_log.replace("%run", str(self.run_dir.root))
         if not path:
             return
         accept = self.run.cluster.accept_user_facility
         async for found in KernelLog(path, self.node, accept_user_facility=accept).signals():
-            self.post.hear(found)
+            self.hear(found)
+
+
+async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, nest: Nest) -> int:
+    """One agent's life, from the parts to its exit code."""
+    pump = Pump()
+    modules = adapt.for_run(run).preload(run)
+    keeper = Keeper(run, run_dir, me.node, nest, pump, modules=modules, hear=lambda s: link.report(s))
+    agent = Agent(run_dir, run, me.node, keeper, hear=lambda s: link.report(s), address=me.address)
+    lease_s = run.limits.lease_s
+    link = AgentLink(
+        run_dir=run_dir,
+        secret=secret,
+        me=me,
+        beat=lambda: agent.beat(link.steps_through),
+        handle=agent.handle,
+        note=log.info,
+        lease_s=lease_s,
+    )
+    successor = Successor(run_dir, me.node, keep=keeper.helpers.add)
+
+    async def succeed(epoch: int) -> None:
+        log.warning("starting a supervisor for epoch %d: pid %d", epoch, successor.start())
+
+    election = Election(
+        run_dir=run_dir, me=me.node, lease=link, lease_s=lease_s, start_successor=succeed, note=log.info
+    )
+    end_on_signals(agent)
+    talking = [asyncio.create_task(_again(part)) for part in (link.run, election.run)]
+    code = await agent.work()
+    if code == 0:
+        await _until(lambda: not successor.alive, LAST_WORD_S)  # the run's last supervisor may be our own child
+    if link.connected:
+        await link.flush(FLUSH_S)
+    for task in talking:
+        task.cancel()
+    await asyncio.wait(talking, timeout=1.0)
+    await asyncio.to_thread(pump.close, 2.0)
+    return code
+
+
+async def _again(part: Callable[[], Awaitable[None]]) -> None:
+    """A fault of ours in the link must not leave the ranks without one."""
+    while True:
+        try:
+            await part()
+        except Exception:
+            log.exception("a part of the agent failed and begins anew")
+        await asyncio.sleep(1.0)
+
+
+async def _until(condition: Callable[[], bool], limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < until:
+        await asyncio.sleep(0.05)
 
 
 def become_agent(node: Node, run_dir: RunDir) -> None:
@@ -240,3 +296,44 @@ def go_quiet() -> None:
     for fd in (1, 2):
         os.dup2(nowhere, fd)
     os.close(nowhere)
+
+
+def main(run_dir: RunDir, node: Node | None = None) -> int:
+    """`outlast agent`. Does not return: threads that hang in a file system must not keep a finished agent alive."""
+    chosen = node or Node(os.environ.get("SLURMD_NODENAME") or os.environ.get(NODE_ENV, ""))
+    if not chosen:
+        sys.stderr.write("outlast agent: SLURMD_NODENAME is not set: found no node name; give one with --node\n")
+        os._exit(2)
+    code, log_file = 1, AgentLog(run_dir, chosen)
+    try:
+        run = msgspec.convert(yaml.safe_load(run_dir.run_file.read_bytes()), RunFile)
+        secret = parse_secret(run_dir.secret.read_text())
+        become_agent(chosen, run_dir)
+        nest = Nest(run_dir.root, chosen)
+        job = JobId(os.environ.get("SLURM_JOB_ID", "local"))
+        incarnation = f"{os.getpid()}-{secrets.token_hex(4)}"
+        me = Introduction(node=chosen, job=job, incarnation=incarnation, address=own_address(run_dir))
+        log.info("agent %s of node %s at %s, job %s", incarnation, chosen, me.address, job)
+        go_quiet()
+        code = asyncio.run(serve(run_dir, run, secret, me, nest))
+        nest.close()
+    except (NestError, OSError, ValueError, yaml.YAMLError) as e:
+        log.error("cannot work here: %s", e)
+        sys.stderr.write(f"outlast agent: {run_dir.root}: node {chosen}: {e}\n")
+    except Exception:
+        log.exception("the agent failed")
+    log_file.close(1.0)
+    os._exit(code)
+
+
+def own_address(run_dir: RunDir) -> str:
+    """The address of this node on the way to the supervisor; loopback where nobody supervises yet."""
+    try:
+        seat = highest(run_dir)
+        if seat is None:
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((seat.host, seat.port))  # sends nothing: it only chooses the route
+            return str(probe.getsockname()[0])
+    except (OSError, FenceError):
+        return "127.0.0.1"

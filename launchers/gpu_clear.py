@@ -22,7 +22,7 @@ def still_held(pids: Collection[int]) -> tuple[str, ...]:
     """What is not free, for a person; () where all is, or where there is no NVML to ask. Blocks for ASK_S at most."""
     if not pids or importlib.util.find_spec("pynvml") is None:
         return ()
-    words = [sys.executable, "-m", "outlast.launchers.gpu_clear"]
+    words = [sys.executable, "-P", "-m", "outlast.launchers.gpu_clear"]
     try:
         asked = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False)
     except subprocess.TimeoutExpired:

@@ -12,10 +12,13 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from outlast.monitors.beat import StepReader, create_page
 from outlast.reliability.model import Node, Rank
+
+_DESERTED_S = 60.0
 
 
 class NestError(Exception):
@@ -36,6 +39,7 @@ class Nest:
             raise NestError(f"{self.root}/lock is held: another agent of this run is alive on node {node}") from None
         for old in self.root.glob("attempt-*"):
             shutil.rmtree(old, ignore_errors=True)
+        _clear_deserted(self.root)
 
     def attempt(self, attempt: int) -> Path:
         place = self.root / f"attempt-{attempt:04d}"
@@ -72,6 +76,16 @@ class Nest:
         shutil.rmtree(self.root, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._lock)
+
+
+def _clear_deserted(mine: Path) -> None:
+    """Remove what killed agents of other runs left here: those whose lock nobody holds, and not in this minute."""
+    for nest in mine.parent.glob(f"outlast-{os.getuid()}-*-*"):
+        lock = nest / "lock"
+        with contextlib.suppress(OSError), open(lock) as f:
+            if nest != mine and os.fstat(f.fileno()).st_mtime < time.time() - _DESERTED_S:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(nest, ignore_errors=True)
 
 
 def _make(name: str) -> Path:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 import socket
 import sys
 from dataclasses import dataclass
 
-from outlast.reliability.model import GateOutcome
+import msgspec
 
-log = logging.getLogger(__name__)
+from outlast.reliability.model import GateOutcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +24,16 @@ class NodeLook:
     free_port: int
 
 
-async def look_at_node(address: str, *, timeout_s: float) -> NodeLook:
+async def look_at_node(address: str, *, gpus: int, timeout_s: float) -> NodeLook:
     """Run the gate. Never raises."""
-    outcome, findings = await _ask_gate(timeout_s)
-    return NodeLook(outcome=outcome, findings=findings, free_port=free_port(address))
+    outcome, findings = await _ask_gate(gate_words(gpus, timeout_s), timeout_s)
+    return NodeLook(outcome=outcome, findings=findings, free_port=await asyncio.to_thread(free_port, address))
+
+
+def gate_words(gpus: int, timeout_s: float) -> list[str]:
+    """The gate's command line. Its own deadline comes first, so that it can say what it did not get to see."""
+    words = [sys.executable, "-P", "-m", "outlast.monitors.gate", "--json", "--skip", "port"]
+    return [*words, "--deadline", f"{max(1.0, min(10.0, timeout_s / 2)):g}", *(["--gpus", str(gpus)] if gpus else [])]
 
 
 def free_port(address: str) -> int:
@@ -41,8 +45,7 @@ def free_port(address: str) -> int:
         return 0
 
 
-async def _ask_gate(timeout_s: float) -> tuple[GateOutcome, tuple[str, ...]]:
-    words = [sys.executable, "-m", "outlast.monitors.gate", "--json"]
+async def _ask_gate(words: list[str], timeout_s: float) -> tuple[GateOutcome, tuple[str, ...]]:
     process = await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.DEVNULL,
@@ -59,10 +62,30 @@ async def _ask_gate(timeout_s: float) -> tuple[GateOutcome, tuple[str, ...]]:
 
 
 def parse_answer(out: bytes) -> tuple[GateOutcome, tuple[str, ...]]:
-    """The gate's JSON: outcome, and findings as text."""
+    """The gate's JSON: its outcome, and what is not well, as text."""
     try:
-        said = json.loads(out)
-        findings = tuple(str(f) for f in said.get("findings", ()))
-        return GateOutcome(said["outcome"]), findings
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return GateOutcome.UNKNOWN, ("the gate's answer could not be read",)
+        report = _decoder.decode(out)
+    except msgspec.MsgspecError as e:
+        return GateOutcome.UNKNOWN, (f"the gate's answer could not be read: {e}",)
+    return report.outcome, tuple(str(f) for f in report.findings if f.outcome is not GateOutcome.WELL)
+
+
+class _Finding(msgspec.Struct):
+    """As monitors/gate_checks.py prints it; fields that are new there are passed over."""
+
+    check: str
+    outcome: GateOutcome
+    found: str = ""
+    expected: str = ""
+
+    def __str__(self) -> str:
+        expected = f", expected {self.expected}" if self.expected else ""
+        return f"{self.check}: {self.outcome}: {self.found}{expected}"
+
+
+class _Report(msgspec.Struct):
+    outcome: GateOutcome
+    findings: list[_Finding] = []
+
+
+_decoder = msgspec.json.Decoder(_Report)

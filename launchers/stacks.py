@@ -97,6 +97,7 @@ async def collect(held: HeldRank, *, now_mono_s: float, directory: Path) -> Rank
     pid = held.proc.pid if held.proc else 0
     state = _state(held)
     dump, why = ("", "the process is gone") if not state else await dump_stack(pid)
+    state = _state(held)  # anew: a stop that was under way has arrived by now
     threads = parse_dump(dump)
     if dump:
         await asyncio.to_thread(_keep, directory, dump)

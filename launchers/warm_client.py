@@ -45,7 +45,15 @@ class WarmClient:
         self._socket.setblocking(False)
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (read when the process has died)
         with theirs:
-            words = [sys.executable, "-m", "outlast.launchers.warm", str(theirs.fileno()), str(os.getpid()), *modules]
+            words = [
+                sys.executable,
+                "-P",
+                "-m",
+                "outlast.launchers.warm",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                *modules,
+            ]
             self._process = subprocess.Popen(
                 words,
                 env=dict(env),

@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,8 @@ _decode = msgspec.json.Decoder(FromSupervisor)
 
 
 class Stdout:
+    """The link's place."""
+
     def __init__(self) -> None:
         self._number = 0
 
@@ -40,14 +43,17 @@ async def host(run_dir: RunDir, run: RunFile, node: Node) -> int:
     become_agent(node, run_dir)
     nest, pump, post = Nest(run_dir.root, node), Pump(), Stdout()
     keeper = Keeper(run, run_dir, node, nest, pump, modules=run.task.preload, hear=post.hear)
-    agent = Agent(run_dir, run, node, post, keeper)
+    agent = Agent(run_dir, run, node, keeper, hear=post.hear)
     end_on_signals(agent)
+
+    async def carry_out(message: Any) -> None:
+        post.send(await agent.handle(message, post.send))
 
     async def listen() -> None:
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
-            agent.on_command(_decode.decode(line))
+            agent.begin(carry_out(_decode.decode(line)))
         agent.end(3, "the test has ended")
 
     async def beat() -> None:

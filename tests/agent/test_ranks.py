@@ -148,7 +148,7 @@ def test_a_dead_agent_leaves_nothing_behind(agent: AgentProcess, script: Script)
 def test_a_dead_warm_process_takes_its_ranks_and_is_replaced(agent: AgentProcess, script: Script) -> None:
     agent.start(script(SLEEP))
     agent.wait(lambda: "ready" in agent.output())
-    (rank,) = [p.pid for p in agent.signals(RankPlaced)]
+    (rank,) = agent.wait(lambda: [p.pid for p in agent.signals(RankPlaced)])
     proc = reap.read_proc(rank)
     assert proc is not None
     os.kill(proc.ppid, signal.SIGKILL)

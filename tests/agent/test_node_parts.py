@@ -1,0 +1,213 @@
+"""The pure parts of an agent: stacks, process facts, environments, beats, hooks after import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.launchers import after_import, node_env, reap
+from outlast.launchers.held import HeldRank, Holding, compose_beat, earliest_phase
+from outlast.launchers.local import node_names
+from outlast.launchers.logs import RankLog
+from outlast.launchers.node_gate import free_port, parse_answer
+from outlast.launchers.stacks import is_waiting, parse_dump, render
+from outlast.monitors.beat import StepEntry, StepPage
+from outlast.reliability.model import GateOutcome, Node, Placement, Rank
+from outlast.reliability.rundir import RunDir
+from outlast.reliability.runfile import Cluster, RunFile, Task
+from outlast.reliability.wire import RankSpec
+
+DUMP = """Process 4242: python pretrain_gpt.py --lr 3e-3
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 4242 (idle): "MainThread"
+    {name} ({file}:{line})
+    training_step (megatron/training/training.py:1400)
+    <module> (pretrain_gpt.py:310)
+Thread 4300 (idle): "Thread-1"
+    wait (threading.py:327)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "waiting"),
+    [
+        ("all_reduce", "torch/distributed/distributed_c10d.py", True),
+        ("wrapper", "torch/distributed/c10d_logger.py", False),
+        ("synchronize", "torch/cuda/__init__.py", True),
+        ("finish_grad_sync", "megatron/core/distributed/param_and_grad_buffer.py", True),
+        ("wait", "threading.py", False),
+        ("forward", "megatron/core/transformer/mlp.py", False),
+        ("all_reduce", "my_own_math.py", False),
+    ],
+)
+def test_waiting_is_told_by_names_in_the_libraries(name: str, file: str, waiting: bool) -> None:
+    threads = parse_dump(DUMP.format(name=name, file=file, line=7))
+    assert is_waiting(threads, "S") is waiting
+    assert is_waiting(threads, "T") is False
+    assert render(threads).splitlines()[-1] == f"{name} ({file}:7)"
+
+
+def test_without_a_stack_it_cannot_be_told() -> None:
+    assert is_waiting((), "S") is None
+
+
+@given(st.text(max_size=500))
+def test_any_text_is_some_dump(text: str) -> None:
+    threads = parse_dump(text)
+    assert len(render(threads)) <= 4000
+    is_waiting(threads, "S")
+
+
+def test_a_process_name_may_hold_anything() -> None:
+    fields = " ".join(str(i) for i in range(4, 53))
+    raw = f"77 (a) R 1 (b c)) S 1 {fields}".encode()
+    proc = reap.parse_stat(raw)
+    assert proc is not None and (proc.pid, proc.state, proc.ppid, proc.start_ticks) == (77, "S", 1, 21)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_process_or_none(raw: bytes) -> None:
+    reap.parse_stat(raw)
+
+
+def test_a_pid_that_is_another_process_is_not_signalled() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        proc = reap.read_proc(child.pid)
+        assert proc is not None
+        other = reap.Proc(pid=proc.pid, ppid=0, group=0, state="S", threads=1, start_ticks=proc.start_ticks - 1)
+        assert not reap.send(other, 9) and child.poll() is None
+        assert reap.send(proc, 9)
+        child.wait(5.0)
+
+
+def test_descendants_leave_out_what_is_spared_with_all_below() -> None:
+    def proc(pid: int, ppid: int) -> reap.Proc:
+        return reap.Proc(pid=pid, ppid=ppid, group=pid, state="S", threads=1, start_ticks=1)
+
+    procs = {p.pid: p for p in (proc(1, 0), proc(2, 1), proc(3, 2), proc(4, 1), proc(5, 4))}
+    assert {p.pid for p in reap.descendants(1, procs, spare={2})} == {4, 5}
+
+
+def spec(rank: int = 0, *, reports: bool = False, **env: str) -> RankSpec:
+    return RankSpec(
+        placement=Placement(rank=Rank(rank), node=Node("a"), local_rank=rank), env=env, argv=("x.py",), reports=reports
+    )
+
+
+def test_only_the_node_says_where_it_is() -> None:
+    run = RunFile(name="r", task=Task(script="x.py"), cluster=Cluster(gpus_per_node=4))
+    own = {"SLURMD_NODENAME": "n3", "PATH": "/bin", "OUTLAST_STEP_PAGE": "stale", "LR": "1"}
+    env = node_env.rank_env(own, run, spec(SLURMD_NODENAME="n1", LR="2"), node=Node("n3"), page=None, stop=Path("/s"))
+    assert env["SLURMD_NODENAME"] == env["OUTLAST_NODE"] == "n3"
+    assert (env["PATH"], env["LR"], env["CUDA_VISIBLE_DEVICES"]) == ("/bin", "2", "0,1,2,3")
+    assert "OUTLAST_STEP_PAGE" not in env
+    given_ = node_env.rank_env({"CUDA_VISIBLE_DEVICES": "5"}, run, spec(), node=Node("a"), page=None, stop=Path("/s"))
+    assert given_["CUDA_VISIBLE_DEVICES"] == "5"
+    warm = node_env.warm_env({"OMP_NUM_THREADS": "3"}, run, RunDir(root=Path("/r")), Node("a"))
+    assert (warm["OMP_NUM_THREADS"], warm["OPENBLAS_NUM_THREADS"]) == ("3", "1")
+
+
+def held(rank: int, *, train_step: int, phase: str, moved_s: float, reports: bool = False) -> HeldRank:
+    steps = tuple(StepEntry(train_step=s, end_mono_s=float(s), step_s=1.0, loss=4.0) for s in range(1, train_step + 1))
+    page = StepPage(
+        phase=phase,
+        phase_since_mono_s=moved_s,
+        train_step=train_step,
+        started_mono_s=0.0,
+        durable_step=rank,
+        pid=1,
+        node="a",
+        steps=steps,
+    )
+    proc = reap.Proc(pid=1, ppid=0, group=1, state="S", threads=1, start_ticks=1)
+    log = RankLog(directory=Path("/"), limit_bytes=1, fd=-1)
+    return HeldRank(
+        spec=spec(rank, reports=reports), attempt=3, log=log, pages=None, born_mono_s=0.0, proc=proc, page=page
+    )
+
+
+def test_a_beat_names_the_laggard_and_sends_what_is_new() -> None:
+    ranks = {
+        Rank(0): held(0, train_step=5, phase="train", moved_s=50.0),
+        Rank(1): held(1, train_step=4, phase="train", moved_s=60.0),
+        Rank(2): held(2, train_step=4, phase="save", moved_s=55.0, reports=True),
+    }
+    holding = Holding(attempt=3, state="running", ranks=ranks)
+    holding.look()
+    beat = compose_beat(
+        holding, now_mono_s=100.0, steps_through=2, warm=True, output_age_s={Rank(0): 9.0, Rank(1): 4.0}
+    )
+    assert (beat.step_min, beat.step_max, beat.laggard, beat.stalled_s) == (4, 5, 2, 40.0)
+    assert (beat.phase, beat.durable_step, beat.ranks_alive, beat.finished) == ("train", 2, 3, False)
+    assert [(s.train_step, s.age_s) for s in beat.steps] == [(3, 97.0), (4, 96.0)]
+    holding.look()
+    assert len(holding.steps) == 4  # nothing is gathered twice
+    for rank in ranks.values():
+        rank.status = 0
+    assert compose_beat(holding, now_mono_s=100.0, steps_through=4, warm=True, output_age_s={}).finished
+
+
+def test_an_idle_beat_is_empty() -> None:
+    beat = compose_beat(Holding(), now_mono_s=5.0, steps_through=0, warm=False, output_age_s={})
+    assert (beat.attempt, beat.state, beat.stalled_s, beat.laggard, beat.finished) == (0, "idle", 0.0, None, False)
+
+
+def test_the_earliest_phase_is_of_those_that_say_one() -> None:
+    assert earliest_phase(["train", "load", "", "save"]) == "load"
+    assert earliest_phase(["", ""]) == "" and earliest_phase([]) == ""
+
+
+def test_the_gates_answer_is_read_or_unknown() -> None:
+    bad = b'{"outcome": "fault", "free_port": 0, "findings": [{"check": "gpu", "outcome": "fault", "found": "3 GPUs"},'
+    outcome, findings = parse_answer(bad + b'{"check": "shm", "outcome": "well", "found": "", "expected": ""}]}')
+    assert (outcome, findings) == (GateOutcome.FAULT, ("gpu: fault: 3 GPUs",))
+    assert parse_answer(b"Traceback")[0] is GateOutcome.UNKNOWN
+    assert free_port("127.0.0.1") > 1024 and free_port("203.0.113.1") == 0
+
+
+def test_nodes_have_letters() -> None:
+    assert node_names(3) == ["a", "b", "c"] and node_names(28)[-2:] == ["aa", "ab"]
+
+
+def test_a_hook_runs_after_the_module_and_before_its_importer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hooked_one.py").write_text("value = 1\ndef f():\n    return value\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[ModuleType] = []
+
+    def hook(module: ModuleType) -> None:
+        seen.append(module)
+        module.value = 2  # type: ignore[attr-defined]
+
+    after_import.after_import("hooked_one", hook)
+    assert after_import.pending() == ("hooked_one",)
+    import importlib
+
+    module = importlib.import_module("hooked_one")
+    assert module.f() == 2 and seen == [module] and after_import.pending() == ()
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+    after_import.after_import("hooked_one", seen.append)  # loaded already: at once
+    assert len(seen) == 2
+    after_import.after_import("hooked_never", hook)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("hooked_never")
+    del sys.modules["hooked_one"]
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__module__ != after_import.__name__]
+
+
+def test_strays_are_buried_at_the_second_look() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    first = reap.reap_strays(frozenset())
+    assert child in first and reap.read_proc(child) is not None
+    assert child not in reap.reap_strays(frozenset({child}))
+    assert reap.read_proc(child) is None
