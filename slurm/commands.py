@@ -22,8 +22,6 @@ class Step(Noun, frozen=True, kw_only=True):
     program: tuple[str, ...]
     output: str
     """File name pattern of the tasks' output. With %t each task's file is written on its own node, not by srun."""
-    cpus: int = 0
-    """CPUs of the job on each node; 0 where that is not known: srun's default, which is the same without binding."""
     container: str = ""
     """Image for Pyxis' --container-image; '' for none."""
     mounts: tuple[str, ...] = ()
@@ -34,12 +32,12 @@ def step_argv(step: Step) -> list[str]:
     """srun inside an allocation. It depends on no inherited environment and takes nothing from other steps.
 
     --overlap: it starts at once beside whatever runs there and sees all GPUs. --no-kill: a lost node does not end the
-    others. --kill-on-bad-exit=0 --wait=0: nor does a task that ends.
+    others. --kill-on-bad-exit=0 --wait=0: nor does a task that ends. No --cpus-per-task, which implies --exact: without
+    it and without binding a task has all CPUs that the job has on its node, however many that is on each.
     """
     count = str(len(step.nodes))
     argv = ["srun", f"--jobid={step.job}", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
     argv += ["-N", count, "-n", count, "--ntasks-per-node=1", "-w", compress(step.nodes), "--mpi=none"]
-    argv += [f"--cpus-per-task={step.cpus}"] if step.cpus else []
     argv += ["--cpu-bind=none", "--input=none", f"--output={step.output}", "--open-mode=append"]
     if step.container:
         argv += [f"--container-image={step.container}", "--no-container-entrypoint"]
@@ -66,7 +64,7 @@ def exclude_argv(job: JobId, nodes: Sequence[Node]) -> list[str]:
 
 
 def show_job_argv(job: JobId) -> list[str]:
-    return ["scontrol", "show", "job", "--oneliner", "--details", job]
+    return ["scontrol", "show", "job", "--oneliner", job]
 
 
 def show_nodes_argv(nodes: Sequence[Node]) -> list[str]:

@@ -6,8 +6,6 @@ JSON. A state that we do not know becomes 'unknown': such a node is not ours to 
 
 from __future__ import annotations
 
-import re
-
 from outlast.reliability.model import Node, Noun
 
 UNKNOWN = "unknown"
@@ -23,8 +21,6 @@ _SUFFIXES = {
     "@": "reboot_requested",
     "^": "reboot_issued",
     "-": "planned",
-    # sinfo cuts a long word and marks the cut
-    "+": "",
 }
 """The sign after sinfo's state (man sinfo, NODE STATE CODES)."""
 
@@ -65,7 +61,7 @@ _WORDS: dict[str, tuple[str, str]] = {
     "err": ("error", ""),
 }
 
-_FLAGS = {"maint": "maintenance", "drained": "drain", "draining": "drain", "not_responding": "not_responding"}
+_FLAGS = {"maint": "maintenance", "drained": "drain", "draining": "drain"}
 """Other spellings of a flag -> ours."""
 
 
@@ -80,6 +76,8 @@ class NodeRow(Noun, frozen=True, kw_only=True):
     reason: str = ""
     """'' where nobody gave one."""
     reason_user: str = ""
+    address: str = ""
+    """NodeAddr: where other nodes reach it; '' where it is not said."""
 
     @property
     def is_draining(self) -> bool:
@@ -88,21 +86,20 @@ class NodeRow(Noun, frozen=True, kw_only=True):
 
 def parse_state(text: str) -> tuple[str, tuple[str, ...]]:
     """(base, flags) of any of Slurm's spellings; ('unknown', what was found) for one that we do not know."""
-    words, flags = _unsuffixed(text.strip().lower())
-    base = ""
-    for word in words:
-        found, flag = _WORDS.get(word, ("", ""))
-        if not base and (word in BASES or found):
-            base = word if word in BASES else found
-            flags.add(flag)
-        else:
-            flags.add(_FLAGS.get(word, word))
-    return base or UNKNOWN, tuple(sorted(flags - {""}))
+    first, *rest = text.strip().lower().split("+")
+    word, flags = _unsuffixed(first)
+    base, flag = (word, "") if word in BASES else _WORDS.get(word, (UNKNOWN, word))
+    flags.add(flag)
+    for other in rest:
+        # 20.11 wrote DOWN*+DRAIN
+        word, more = _unsuffixed(other)
+        flags |= {_FLAGS.get(word, word), *more}
+    return base, tuple(sorted(flags - {""}))
 
 
-def _unsuffixed(text: str) -> tuple[list[str], set[str]]:
+def _unsuffixed(word: str) -> tuple[str, set[str]]:
     flags: set[str] = set()
-    while text and text[-1] in _SUFFIXES:
-        flags.add(_SUFFIXES[text[-1]])
-        text = text[:-1]
-    return [w for w in re.split(r"\+", text) if w], flags
+    while word and word[-1] in _SUFFIXES:
+        flags.add(_SUFFIXES[word[-1]])
+        word = word[:-1]
+    return word, flags

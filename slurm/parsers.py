@@ -22,7 +22,6 @@ SACCT_FIELDS = "JobIDRaw,State,ExitCode,NodeList,JobName,Comment"
 
 _KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9/:_]*)=")
 _REASON = re.compile(r"(?:^|\s)Reason=(.*?) \[([^\s\[\]@]*)@([^\[\]]*)\](?=\s*$|\s+(?:Comment|Extra|InstanceId)=)")
-_CPUS = re.compile(r"\sNodes=(\S+) CPU_IDs=([\d,-]+)")
 _BY = re.compile(r"(\S+)(?: by (\d+))?\+?")
 
 
@@ -38,8 +37,6 @@ class JobRow(Noun, frozen=True, kw_only=True):
     batch_node: Node | None = None
     restarts: int = 0
     exclude: tuple[Node, ...] = ()
-    cpus_per_node: int = 0
-    """Fewest CPUs that the job has on any of its nodes (needs `scontrol -d`); 0 where it is not said."""
     comment: str = ""
 
 
@@ -66,8 +63,8 @@ class AcctRow(Noun, frozen=True, kw_only=True):
 
 
 def parse_jobs(text: str) -> tuple[JobRow, ...]:
-    """`scontrol show job -o`, with or without -d: one job a line."""
-    return tuple(_parse_job(line) for line in text.splitlines() if line.strip())
+    """`scontrol show job`, with or without -o."""
+    return tuple(_parse_job(record) for record in _records(text))
 
 
 def _parse_job(line: str) -> JobRow:
@@ -85,24 +82,13 @@ def _parse_job(line: str) -> JobRow:
         batch_node=Node(batch) if batch else None,
         restarts=int(restarts) if _is_number(restarts) else 0,
         exclude=expand(_value(fields, "ExcNodeList")),
-        cpus_per_node=_fewest_cpus(line),
         comment=_value(fields, "Comment"),
     )
 
 
-def _fewest_cpus(line: str) -> int:
-    """From `Nodes=n[1-3] CPU_IDs=0-15 Mem=...`, one such part for each kind of node."""
-    counts = []
-    for _, ids in _CPUS.findall(line):
-        pairs = [piece.partition("-") for piece in ids.split(",") if piece]
-        if all(_is_number(low) and (_is_number(high) or not dash) for low, dash, high in pairs):
-            counts.append(sum(int(high or low) - int(low) + 1 for low, _, high in pairs))
-    return max(0, min(counts, default=0))
-
-
 def parse_nodes(text: str) -> tuple[NodeRow, ...]:
-    """`scontrol show node -o`: one node a line."""
-    return tuple(_parse_node(line) for line in text.splitlines() if line.strip())
+    """`scontrol show node`, with or without -o."""
+    return tuple(_parse_node(record) for record in _records(text))
 
 
 def _parse_node(line: str) -> NodeRow:
@@ -113,7 +99,14 @@ def _parse_node(line: str) -> NodeRow:
     given = _REASON.search(line)
     # a reason in a form that we cannot split is still somebody's reason
     reason, user = (given[1], given[2]) if given else (_value(fields, "Reason"), "")
-    return NodeRow(node=Node(fields["NodeName"]), state=base, flags=flags, reason=reason, reason_user=user)
+    return NodeRow(
+        node=Node(fields["NodeName"]),
+        state=base,
+        flags=flags,
+        reason=reason,
+        reason_user=user,
+        address=_value(fields, "NodeAddr"),
+    )
 
 
 def parse_sinfo(text: str) -> tuple[NodeRow, ...]:
@@ -203,6 +196,18 @@ def parse_config(text: str) -> dict[str, str]:
     return settings
 
 
+def _records(text: str) -> Iterator[str]:
+    """One line for each job or node: without -o their further lines are indented."""
+    record = ""
+    for line in text.splitlines():
+        if record and not line[:1].isspace() and line.strip():
+            yield record
+            record = ""
+        record += line if line.strip() else ""
+    if record:
+        yield record
+
+
 def _fields(line: str) -> dict[str, str]:
     """Key=value pairs; values may hold blanks. The first of two equal keys counts: later text is users' text."""
     fields: dict[str, str] = {}
@@ -213,8 +218,9 @@ def _fields(line: str) -> dict[str, str]:
 
 def _pairs(line: str) -> Iterator[tuple[str, str]]:
     found = list(_KEY.finditer(line))
-    for this, following in zip(found, [*found[1:], None], strict=True):
-        yield this[1], line[this.end() : following.start() if following else len(line)].strip()
+    ends = [*(following.start() for following in found[1:]), len(line)]
+    for this, end in zip(found, ends, strict=False):
+        yield this[1], line[this.end() : end].strip()
 
 
 def _value(fields: dict[str, str], key: str) -> str:

@@ -64,6 +64,7 @@ def _parse_node(item: Json) -> NodeRow:
         flags=flags,
         reason=_text(item.get("reason")),
         reason_user=_text(item.get("reason_set_by_user")),
+        address=_text(item.get("address")),
     )
 
 

@@ -137,6 +137,15 @@ class Testbed:
             shutil.rmtree(kept.database_dir, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def reset(self) -> None:
+        """Back to idle: no jobs, all daemons up, no drains. Between tests, or after trying a fault."""
+        booting.boot(self._site)
+        self.run(["scancel", "-Q", "-u", self.spec.user])
+        for node, state in booting.node_states(self._site).items():
+            if state.startswith(("drain", "drng", "down")):
+                self.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
+        self._site.wait_for("all nodes, idle", lambda: set(booting.node_states(self._site).values()) == {"idle"})
+
     def status(self) -> Status:
         alive = {d.name: daemons.is_alive(d) for d in self._site.read().daemons}
         return Status(slurm_conf=self.slurm_conf, daemons=alive, nodes=booting.node_states(self._site))
