@@ -30,6 +30,7 @@ from outlast.reliability.model import (
     Kind,
     NoProgress,
     Noun,
+    RankPlaced,
     Requeue,
     RestartInPlace,
     RollBack,
@@ -216,6 +217,14 @@ def _start_up(brush: _Brush, run: Trace, trial: Trial, steps: Sequence[StepMark]
             brush, min(move.when.run_s, until_s), sign_s, first if state is State.FIRST_STEP else _STARTING_UP[state]
         )
         state = move.state
+    if not steps and _ending(trial) is Event.RANKS_FINISHED:  # a program that tells no steps, and did its work
+        placed = [
+            when.run_s
+            for when, s in run.signals.values()
+            if isinstance(s, RankPlaced) and s.attempt == trial.plan.attempt
+        ]
+        brush.to(min(max(placed, default=0.0), until_s), _STARTING_UP[state])
+        brush.to(until_s, "train")
     if steps and state is not State.FIRST_STEP:  # a program without phases: its first step's own time tells
         brush.to(until_s - steps[0].seen.step_s, _STARTING_UP[state])
         state = State.FIRST_STEP
@@ -244,8 +253,7 @@ def _train(brush: _Brush, run: Trace, steps: Sequence[StepMark], lost_above: flo
 
 def _tail(brush: _Brush, run: Trace, trial: Trial, last: StepMark, stop_s: float) -> None:
     """From the last finished train_step to the moment that the end was known or asked for."""
-    ending = next((move.event for move in trial.moves if move.state is State.STOPPING), Event.STOP_ASKED)
-    if ending is Event.RANKS_FINISHED:
+    if _ending(trial) is Event.RANKS_FINISHED:
         for when, seen in run.checkpoints:
             if seen.train_step == last.seen.train_step and seen.verified:
                 brush.to(min(when.run_s, stop_s), "save")
@@ -288,6 +296,11 @@ def _between(brush: _Brush, run: Trace, trial: Trial) -> None:
 
 
 # ---------------------------------------------------------------- why an attempt ended, and what that cost
+
+
+def _ending(trial: Trial) -> Event | None:
+    """What brought it into STOPPING; None while nothing did."""
+    return next((move.event for move in trial.moves if move.state is State.STOPPING), None)
 
 
 def _ended_by_fault(trial: Trial, stop_s: float) -> bool:

@@ -178,7 +178,8 @@ def _state(run: Trace) -> tuple[str, str]:
         return run.ended.outcome, run.ended.why
     trial = run.newest
     if trial is None:
-        return "waiting", "for its nodes"
+        waits = [act.action.why for act in run.acts.values() if isinstance(act.action, m.Wait)]
+        return "waiting", waits[-1] if waits else "for its nodes"
     if trial.state is State.ENDED or not trial.moves:
         settled = next((a.action for a in reversed(trial.acts) if not isinstance(a.action, _BESIDE)), None)
         held = isinstance(settled, m.Hold) and trial.continued_s is None

@@ -14,7 +14,7 @@ from outlast.reliability.goodput import STATES
 from outlast.reliability.history import AttemptView, IncidentView, RunView
 from outlast.reliability.report_style import STYLE
 from outlast.reliability.report_svg import ledger_bar, loss_curve, text, timeline
-from outlast.reliability.report_text import cost_line, culprit, outcome, samples_line
+from outlast.reliability.report_text import cost_line, costs_something, culprit, outcome, restored, samples_line
 from outlast.reliability.wording import count, duration, percent, undo_of, utc
 
 Item = TypeVar("Item")
@@ -163,14 +163,14 @@ def _incident(incident: IncidentView, unfolded: bool) -> str:
     evidence += [f"and {incident.evidence_left_out} more"] if incident.evidence_left_out else []
     actions = [f"{text(act.text)} <small>{text(outcome(act))}</small>" for act in incident.acts]
     if incident.next_attempt:
-        actions.append(f"attempt {incident.next_attempt} restored step {count(incident.restored_step)}")
+        actions.append(f"attempt {incident.next_attempt} {restored(incident)}")
     rows = [
         ("because", [f"<strong>{text(verdict.because)}</strong>"]),
         ("evidence", evidence),
         ("rule", [f"<code>{text(verdict.rule)}</code>"]),
         ("rejected", [f"{text(other.alternative)}: {text(other.why)}" for other in verdict.rejected]),
         ("action", actions),
-        ("cost", [text(cost_line(incident))] if verdict.stops else []),
+        ("cost", [text(cost_line(incident))] if costs_something(incident) else []),
         ("undo", [f"<code>{text(u)}</code>" for act in incident.acts if act.ok and (u := undo_of(act.action))]),
     ]
     body = "".join(f"<dt>{name}</dt>{''.join(f'<dd>{line}</dd>' for line in said)}" for name, said in rows if said)

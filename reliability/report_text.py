@@ -11,7 +11,7 @@ from outlast.reliability import model as m
 from outlast.reliability.goodput import STATES, Ledger
 from outlast.reliability.history import ActView, AttemptView, IncidentView, RunView, Samples
 from outlast.reliability.model import Noun, Verdict
-from outlast.reliability.wording import count, duration, one_line, percent, undo_of, utc
+from outlast.reliability.wording import count, duration, many, one_line, percent, undo_of, utc
 
 # ---------------------------------------------------------------- data
 
@@ -171,11 +171,12 @@ def samples_line(samples: Samples | None) -> str:
 def report_text(view: RunView) -> str:
     """The summary, each incident in three lines, and the ledger."""
     steps = f"train_step {count(view.step)}" + (f" of {count(view.target)}" if view.target else "")
+    steps = steps if view.steps or view.target else "no train_step reported"
     loss = "" if view.loss is None else f", loss {view.loss:.4g}"
     why = f" ({one_line(view.why)})" if view.why else ""
     lines = [
         one_line(f"run {view.run}: {view.state}") + why,
-        f"{steps}{loss}, {len(view.incidents)} incidents, {len(view.attempts)} attempts, "
+        f"{steps}{loss}, {many(len(view.incidents), 'incident')}, {many(len(view.attempts), 'attempt')}, "
         f"{duration(view.ledger.wall_s)}, effective {percent(view.ledger.effective)}",
     ]
     lines += [_attempt_line(attempt) for attempt in view.attempts]
@@ -199,24 +200,35 @@ def incident_lines(incident: IncidentView) -> list[str]:
     """An incident as a log tells it: head, because, action."""
     verdict = incident.verdict
     action = "; ".join(act.text for act in incident.acts) or "none yet"
-    if incident.restored_step >= 0:
-        action += f"; restored step {incident.restored_step}"
+    if incident.next_attempt:
+        action += f"; {restored(incident)}"
     lines = [
         f"{utc(incident.at_s, day=False)} INCIDENT {incident.number}: {culprit(verdict)}, {verdict.kind}",
         f"         because: {one_line(verdict.because, limit=600)}",
         f"         action:  {action}",
     ]
-    if verdict.stops:
+    if costs_something(incident):
         lines.append(f"         lost:    {cost_line(incident)}")
     return lines
 
 
+def costs_something(incident: IncidentView) -> bool:
+    """Whether it cost the run anything: it stopped an attempt, and not because a person wanted the end."""
+    return incident.verdict.stops and not incident.verdict.ends
+
+
+def restored(incident: IncidentView) -> str:
+    step = incident.restored_step
+    return f"restored step {count(step)}" if step > 0 else "began from the beginning"
+
+
 def cost_line(incident: IncidentView) -> str:
     cost = incident.cost
-    back = "not training again yet" if cost.recovery_s is None else f"{duration(cost.recovery_s)} to training again"
-    return (
-        f"{cost.lost_steps} train_steps ({duration(cost.lost_s)}), {back}, {cost.rank_s / 3600:.3g} rank-hours in all"
+    back = (
+        "no train_step finished since" if cost.recovery_s is None else f"{duration(cost.recovery_s)} to training again"
     )
+    lost = f"{many(cost.lost_steps, 'train_step')} ({duration(cost.lost_s)})"
+    return f"{lost}, {back}, {cost.rank_s / 3600:.3g} rank-hours in all"
 
 
 def explain_text(view: RunView, number: int) -> str | None:
@@ -231,7 +243,7 @@ def explain_text(view: RunView, number: int) -> str | None:
         ("rule", [one_line(verdict.rule)]),
         ("rejected", [one_line(f"{other.alternative}: {other.why}") for other in verdict.rejected]),
         ("action", _action_lines(incident)),
-        ("cost", [cost_line(incident)] if verdict.stops else ["nothing was stopped"]),
+        ("cost", [cost_line(incident)] if costs_something(incident) else ["nothing"]),
         ("undo", list(filter(None, (undo_of(act.action) for act in incident.acts if act.ok)))),
     ]
     head = f"incident {number}   {utc(incident.at_s)}   {culprit(verdict)}   {verdict.kind}   {verdict.confidence}"
@@ -250,7 +262,7 @@ def _evidence_lines(incident: IncidentView) -> list[str]:
 def _action_lines(incident: IncidentView) -> list[str]:
     lines = [f"{act.text}: {outcome(act)}" for act in incident.acts]
     if incident.next_attempt:
-        lines.append(f"attempt {incident.next_attempt} restored step {incident.restored_step}")
+        lines.append(f"attempt {incident.next_attempt} {restored(incident)}")
     return lines
 
 

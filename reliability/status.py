@@ -135,7 +135,8 @@ def _silence(view: RunView, now_s: float) -> str:
     patience_s = max(_SILENT_FLOOR_S, 5 * (view.step_time_s or 0.0))
     if view.state in (*OVER, "held", "waiting") or silent_s < patience_s:
         return ""
-    return f"nothing logged for {duration(silent_s)}: is its supervisor alive (epoch {view.epoch}, {view.supervisor})?"
+    who = f"epoch {view.epoch}" + (f", {view.supervisor}" if view.supervisor else "")
+    return f"nothing logged for {duration(silent_s)}: is its supervisor alive ({who})?"
 
 
 def _row(run: str, view: RunView, problem: str) -> Row:

@@ -40,6 +40,8 @@ def duration(seconds_s: float | None) -> str:
     """`0.31 s`, `71 s`, `12 min 5 s`, `2 h 4 min`, `3 d 1 h`; '-' for None."""
     if seconds_s is None:
         return "-"
+    if seconds_s <= 0:
+        return "0 s"
     if seconds_s < 1:
         return f"{seconds_s * 1000:.0f} ms" if seconds_s < 0.1 else f"{seconds_s:.2f} s"
     if seconds_s < 10:
@@ -77,6 +79,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def many(number: int, noun: str) -> str:
+    """`1 incident`, `1,200 incidents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 # ---------------------------------------------------------------- signals
 
 
@@ -91,7 +98,7 @@ def _tell_signal(signal: Signal) -> str:  # noqa: C901 - one line a kind of a cl
             after = f" (caused by XID {cause})" if cause is not None else ""
             return f"{source} {node} {gpu or ''} XID {code}{after} {text}"
         case m.SourceBlind(node=node, source=source, why=why, lost=lost):
-            return f"{source} on {node} was blind: {why}" + (f"; {lost} records lost" if lost else "")
+            return f"{source} on {node} was blind: {why}" + (f"; {many(lost, 'record')} lost" if lost else "")
         case m.RankExited():
             return _tell_exit(signal)
         case m.RankPlaced(node=node, rank=rank, pid=pid):
@@ -154,7 +161,7 @@ def _tell_action(action: Action) -> str:  # noqa: C901 - one line a kind of a cl
         case m.Swap(out=out, into=into, at_checkpoint=late):
             return f"swap {_nodes(out)} -> {_nodes(into)}" + (" at the next checkpoint" if late else "")
         case m.Shrink(out=out, layout=layout, feed=feed):
-            return f"shrink without {_nodes(out)} to {layout}" + (f"; {feed} nodes asked for" if feed else "")
+            return f"shrink without {_nodes(out)} to {layout}" + (f"; {many(feed, 'node')} asked for" if feed else "")
         case m.Grow(layout=layout, why=why):
             return f"grow back to {layout}: {why}"
         case m.Requeue(exclude=exclude, why=why):
@@ -170,7 +177,7 @@ def _tell_action(action: Action) -> str:  # noqa: C901 - one line a kind of a cl
         case m.Advise(node=node, command=command, why=why):
             return f"advice for the admin of {node}: {command} ({why})"
         case m.Feed(nodes=nodes, exclude=exclude):
-            return f"feeder job for {nodes} nodes" + (f" without {_nodes(exclude)}" if exclude else "")
+            return f"feeder job for {many(nodes, 'node')}" + (f" without {_nodes(exclude)}" if exclude else "")
         case m.EndRun(outcome=outcome, why=why):
             return f"end the run: {outcome}: {why}"
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outlast.reliability.attempt import State
+from outlast.reliability.attempt import Event, State
 from outlast.reliability.events import EpochTaken, LogEvent, RunEnded, StepsDone
 from outlast.reliability.goodput import STATES, costs, ledger, reckon, spans
 from outlast.reliability.model import (
@@ -22,6 +22,8 @@ from outlast.reliability.model import (
     Layout,
     Node,
     OperatorAsked,
+    Rank,
+    RankPlaced,
     Requeue,
     Scope,
     StepSeen,
@@ -329,3 +331,15 @@ def test_a_node_that_leaves_at_a_checkpoint_is_not_a_detection(new_story: New) -
     names = seconds(story)
     assert "detect" not in names
     assert names["lost_work"] == pytest.approx(0.23)  # the step that was given up half-way
+
+
+def test_a_program_that_tells_no_steps_trained_once_its_ranks_were_placed(new_story: New) -> None:
+    story = new_story()
+    story.open()
+    story.begin(1, ("a", "b"))
+    story.events = [e for e in story.events if getattr(e.body, "state", None) not in (State.LOADING, State.FIRST_STEP)]
+    story.see(RankPlaced(node=Node("a"), at_s=0, attempt=1, rank=Rank(0), pid=1))
+    story.move(1, Event.RANKS_FINISHED, after_s=50)
+    names = seconds(story)
+    assert names["train"] == pytest.approx(50)
+    assert names["start"] == pytest.approx(0.9)

@@ -141,7 +141,8 @@ def test_every_signal_and_action_is_one_line() -> None:
 
 DURATIONS = [
     (None, "-"),
-    (0.0, "0 ms"),
+    (0.0, "0 s"),
+    (0.031, "31 ms"),
     (0.31, "0.31 s"),
     (2.14, "2.1 s"),
     (71, "71 s"),

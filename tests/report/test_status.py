@@ -35,7 +35,7 @@ def test_the_table_has_a_line_a_run(demo_run: Path, tmp_path: Path) -> None:
     header, demo, *_ = text.splitlines()
     assert header.split() == " ".join(HEADER).split()
     assert "60/60" in demo and "54.9%" in demo and "450 ms" not in demo
-    assert "2 h ago: feeder job for 1 nodes without a c" in demo
+    assert "2 h ago: feeder job for 1 node without a c" in demo
     assert "gone: " in text and "No such file or directory" in text
 
 
