@@ -107,8 +107,8 @@ def _layer_spec(settings: Settings, config: Any) -> Any:
     return TransformerBlockSubmodules(layer_specs=[layer] * (settings.layers // settings.pp), layer_norm=SequenceNorm)
 
 
-def _model_config(settings: Settings) -> Any:
-    experts = {
+def _expert_config(settings: Settings) -> dict[str, Any]:
+    return {
         "num_moe_experts": settings.experts,
         "moe_router_topk": 2,
         "moe_token_dispatcher_type": "alltoall",
@@ -120,6 +120,9 @@ def _model_config(settings: Settings) -> Any:
         # moe_layer.py:380 refuses tp without it
         "sequence_parallel": settings.tp > 1,
     }
+
+
+def _model_config(settings: Settings) -> Any:
     # the fused kernels need Apex or Transformer Engine
     unfused = dict.fromkeys(
         (
@@ -147,7 +150,7 @@ def _model_config(settings: Settings) -> Any:
         attention_softmax_in_fp32=True,
         batch_p2p_comm=False,
         **unfused,
-        **(experts if settings.experts else {}),
+        **(_expert_config(settings) if settings.experts else {}),
     )
 
 

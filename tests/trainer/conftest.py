@@ -132,6 +132,16 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def _torchrun_env(ranks: int) -> dict[str, str]:
+    port = str(_free_port())
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
 class RankForker:
     """Runs attempts one after another; keeps nothing alive behind them."""
 
@@ -154,14 +164,7 @@ class RankForker:
         self._attempts += 1
         folder = self._folder / f"attempt-{self._attempts}"
         folder.mkdir()
-        common = {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "OUTLAST_ATTEMPT": str(self._attempts),
-            **(env or {}),
-        }
+        common = {**_torchrun_env(ranks), "OUTLAST_ATTEMPT": str(self._attempts), **(env or {})}
         full = (*SMALL, "--data-dir", str(self._data_dir), "--timeout-s", "60", *argv)
         began = time.monotonic()
         pids = {}
