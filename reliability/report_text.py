@@ -151,7 +151,7 @@ def outcome(act: ActView) -> str:
     if act.ok is None:
         return "under way"
     said = one_line(act.detail)
-    return (said or "done") if act.ok else f"failed: {said or 'no reason was given'}"
+    return (said or "done") if act.ok else f"not done: {said or 'no reason was given'}"
 
 
 def ledger_line(ledger: Ledger) -> str:

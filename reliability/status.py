@@ -191,7 +191,7 @@ def cells(row: Row, now_s: float) -> tuple[str, ...]:
 def remarks(rows: Sequence[Row]) -> list[str]:
     """What stands below the table: problems, and why a run is held or ended."""
     said = [f"{row.run}: {row.problem}" for row in rows if row.problem]
-    return said + [f"{row.run} {row.state}: {row.why}" for row in rows if row.why]
+    return said + [f"{row.run} {row.state}: {row.why}" for row in rows if row.why and row.state != "finished"]
 
 
 def status_text(rows: Sequence[Row], now_s: float) -> str:
@@ -225,27 +225,34 @@ def watch(
         while looks is None or looks > 0:
             begun_s = time.monotonic()
             rows = [run.row(time.time()) for run in runs]
-            live.update(_render(rows, [p for run in runs for p in run.problems()]), refresh=True)
+            problems = [p for run in runs for p in run.problems()]
+            live.update(_render(rows, problems, live.console.width), refresh=True)
             if all(row.state in OVER for row in rows):
                 break
             looks = None if looks is None else looks - 1
             # a huge log takes long to lay out: never use more than about a fifth of a core
             pause(max(interval_s, 4 * (time.monotonic() - begun_s)))
+    if not live.console.is_terminal:
+        live.console.print()  # rich leaves the last line open where it cannot redraw
     return rows
 
 
-def _render(rows: Sequence[Row], problems: Sequence[str]) -> RenderableType:
+def _render(rows: Sequence[Row], problems: Sequence[str], width: int) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     now_s = time.time()
+    lines = [cells(row, now_s) for row in rows]
+    widths = [max(map(len, column)) for column in zip(HEADER, *lines, strict=True)]
+    # a narrow terminal loses the last column, not half of each: incidents stand below the table, too
+    shown = len(HEADER) if sum(widths[:-1]) + 2 * len(HEADER) + 20 <= width else len(HEADER) - 1
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(HEADER):
-        table.add_column(name, justify="right" if index in RIGHT else "left", no_wrap=index < len(HEADER) - 1)
-    for row in rows:
+    for index, name in enumerate(HEADER[:shown]):
+        table.add_column(name, justify="right" if index in RIGHT else "left", no_wrap=True)
+    for row, line in zip(rows, lines, strict=True):
         # Text, not str: names and reasons come from outside and may look like markup
-        table.add_row(*(Text(cell, style=_style(row) if i == 1 else "") for i, cell in enumerate(cells(row, now_s))))
+        table.add_row(*(Text(cell, style=_style(row) if i == 1 else "") for i, cell in enumerate(line[:shown])))
     below = [Text(one_line(line), style="yellow") for line in (*remarks(rows), *problems)]
     incidents = [
         Text(f"{row.run} incident {last.number}: {last.because}", style="dim")

@@ -97,6 +97,14 @@ def test_the_live_view_ends_when_all_runs_are_over(demo_run: Path) -> None:
     rows = watch([demo_run], console=Console(file=screen, width=200, force_terminal=False), pause=_never)
     assert rows[0].state == "finished"
     assert "RUN" in screen.getvalue() and "60/60" in screen.getvalue()
+    assert "LAST INCIDENT" in screen.getvalue() and screen.getvalue().endswith("\n")
+
+
+def test_a_narrow_terminal_keeps_whole_columns(demo_run: Path) -> None:
+    screen = io.StringIO()
+    watch([demo_run], console=Console(file=screen, width=84, force_terminal=False), pause=_never)
+    assert "EFFECTIVE" in screen.getvalue() and "54.9%" in screen.getvalue()
+    assert "LAST INCIDENT" not in screen.getvalue()
 
 
 def test_the_live_view_shows_hostile_text_as_text(
