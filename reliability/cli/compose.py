@@ -86,6 +86,7 @@ def make_parts(
         in_batch=in_batch,
         node=node,
         can_feed=slurm,
+        has_drains=slurm,
         can_requeue=slurm and in_batch,
         poll_s=2.0 if not slurm else 3.0,
     )

@@ -128,9 +128,10 @@ def _is_ours(package: Path, ours: Path) -> bool:
 
 
 def check_disk(subject: str, place: Path, *, probe_bytes: int = PROBE_BYTES) -> Row:
-    """Write, fsync, rename and link, as the run directory needs them; speed and room."""
+    """Write, fsync, rename and link, as the run directory needs them; speed and room. Makes no directory."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
     try:
-        place.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(place).free
         # never fill up a disk by asking whether it is full
         speed = _probe(place, min(probe_bytes, free_bytes // 100))
