@@ -142,7 +142,7 @@ class Agent:
         if held.state in ("idle", "clear"):
             held.state = "gating"
         limit_s, gpus = self.run.limits.gate_timeout_s, self.run.cluster.gpus_per_node
-        found = await look_at_node(self.address, gpus=gpus, timeout_s=limit_s)
+        found = await look_at_node(self.address, gpus=gpus, timeout_s=limit_s, helpers=self.keeper.helpers)
         if held.state == "gating":
             held.state = "clear" if held.attempt else "idle"
         self.hear(
@@ -213,7 +213,16 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
     """One agent's life, from the parts to its exit code."""
     pump = Pump()
     modules = adapt.for_run(run).preload(run)
-    keeper = Keeper(run, run_dir, me.node, nest, pump, modules=modules, hear=lambda s: link.report(s))
+    keeper = Keeper(
+        run,
+        run_dir,
+        me.node,
+        nest,
+        pump,
+        modules=modules,
+        hear=lambda s: link.report(s),
+        on_change=lambda: link.beat_now(),
+    )
     agent = Agent(run_dir, run, me.node, keeper, hear=lambda s: link.report(s), address=me.address)
     lease_s = run.limits.lease_s
     link = AgentLink(

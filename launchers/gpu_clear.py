@@ -7,6 +7,8 @@ It knows pids alone: a process of another job on a shared node is not ours to ju
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 import importlib.util
 import json
@@ -20,7 +22,7 @@ ASK_S = 20.0
 
 def still_held(pids: Collection[int]) -> tuple[str, ...]:
     """What is not free, for a person; () where all is, or where there is no NVML to ask. Blocks for ASK_S at most."""
-    if not pids or importlib.util.find_spec("pynvml") is None:
+    if not pids or importlib.util.find_spec("pynvml") is None or not _has_library():
         return ()
     words = [sys.executable, "-P", "-m", "outlast.launchers.gpu_clear"]
     try:
@@ -33,6 +35,16 @@ def still_held(pids: Collection[int]) -> tuple[str, ...]:
         return ()  # no driver here: NVML could not be opened
     ours = {pid: used for pid, used in holders.items() if pid in pids or not os.path.exists(f"/proc/{pid}")}
     return tuple(f"pid {pid} still holds {used} bytes of GPU memory" for pid, used in sorted(ours.items()))
+
+
+@functools.cache
+def _has_library() -> bool:
+    """Loading it asks no driver; a node without GPUs is spared a process at each stop."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 from outlast.launchers import gpu_clear, last_words, node_env, reap
-from outlast.launchers.held import HeldRank, Holding, compose_beat
+from outlast.launchers.held import HeldRank, Holding, compose_beat, earliest_phase
 from outlast.launchers.logs import Pump
 from outlast.launchers.nest import Nest
 from outlast.launchers.warm_client import WarmClient, WarmError
@@ -51,12 +51,15 @@ class Keeper:
         *,
         modules: tuple[str, ...],
         hear: Callable[[Signal], None],
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """on_change: something that a beat says has changed; called at once, not only each second."""
         self.run, self.run_dir, self.node = run, run_dir, node
         self.held = Holding()
         self.helpers: set[int] = set()
         """Pids of our other children, which no ladder may touch."""
         self._nest, self._pump, self._modules, self._hear = nest, pump, modules, hear
+        self._on_change, self._said = on_change, ("", "", 0, False)
         self._warm: WarmClient | None = None
         self._warm_deaths = 0
         self._highest_epoch = 0
@@ -85,6 +88,11 @@ class Keeper:
                 self._hear(
                     RankPlaced(node=place, at_s=time.time(), attempt=rank.attempt, rank=rank.rank, pid=rank.page.pid)
                 )
+        held = self.held
+        said = (held.state, earliest_phase([r.phase for r in held.living]), len(held.living), held.finished)
+        if said != self._said:
+            self._said = said
+            self._on_change()
 
     def start_warm(self) -> None:
         """Begin the imports, so that they are done when the first ranks are asked for."""
@@ -306,6 +314,7 @@ class Keeper:
             left = tuple(p.pid for p in cleared.left)
             self._hear(NodeNotClear(node=self.node, at_s=time.time(), attempt=held.attempt, pids=left, why=why))
         log.info("attempt %d: %s (%d killed)", held.attempt, why or "clear", cleared.killed)
+        self._on_change()
         return why
 
     async def _until_gone(self, limit_s: float) -> None:
@@ -317,8 +326,10 @@ class Keeper:
     def _tree(self) -> list[reap.Proc]:
         """All below this agent but the warm process itself and our helpers with what is below them."""
         warm = self._warm.pid if self._warm else 0
-        procs = reap.snapshot()
-        return [p for p in reap.descendants(os.getpid(), procs, spare=self.helpers) if p.pid != warm]
+        procs, me = reap.snapshot(), os.getpid()
+        # a helper is our own child: a number that was given to somebody deeper since then spares nobody
+        spared = {pid for pid in self.helpers if pid in procs and procs[pid].ppid == me}
+        return [p for p in reap.descendants(me, procs, spare=spared) if p.pid != warm]
 
     async def close(self, *, term_grace_s: float, kill_grace_s: float, why: str) -> None:
         """Stop all ranks and the warm process."""

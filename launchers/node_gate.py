@@ -24,9 +24,9 @@ class NodeLook:
     free_port: int
 
 
-async def look_at_node(address: str, *, gpus: int, timeout_s: float) -> NodeLook:
-    """Run the gate. Never raises."""
-    outcome, findings = await _ask_gate(gate_words(gpus, timeout_s), timeout_s)
+async def look_at_node(address: str, *, gpus: int, timeout_s: float, helpers: set[int]) -> NodeLook:
+    """Run the gate. Never raises. Its pid is among `helpers` meanwhile, so that no ladder takes it for a rank's."""
+    outcome, findings = await _ask_gate(gate_words(gpus, timeout_s), timeout_s, helpers)
     return NodeLook(outcome=outcome, findings=findings, free_port=await asyncio.to_thread(free_port, address))
 
 
@@ -45,19 +45,22 @@ def free_port(address: str) -> int:
         return 0
 
 
-async def _ask_gate(words: list[str], timeout_s: float) -> tuple[GateOutcome, tuple[str, ...]]:
+async def _ask_gate(words: list[str], timeout_s: float, helpers: set[int]) -> tuple[GateOutcome, tuple[str, ...]]:
     process = await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
+    helpers.add(process.pid)
     try:
         out, _ = await asyncio.wait_for(process.communicate(), timeout_s)
     except TimeoutError:
+        return GateOutcome.UNKNOWN, (f"the gate gave no answer within {timeout_s:.0f} s",)
+    finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        return GateOutcome.UNKNOWN, (f"the gate gave no answer within {timeout_s:.0f} s",)
+        helpers.discard(process.pid)
     return parse_answer(out)
 
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,8 @@ async def collect(held: HeldRank, *, now_mono_s: float, directory: Path) -> Rank
     state = _state(held)  # anew: a stop that was under way has arrived by now
     threads = parse_dump(dump)
     if dump:
-        await asyncio.to_thread(_keep, directory, dump)
+        # a thread of its own: the shared file system may never answer
+        threading.Thread(target=_keep, args=(directory, dump), daemon=True).start()
     return RankStack(
         attempt=held.attempt,
         rank=held.rank,

@@ -228,7 +228,7 @@ def test_a_stopped_rank_is_named_by_its_stack(agent: AgentProcess, script: Scrip
     (stack,) = agent.stacks()
     assert (stack.process_state, stack.waiting) == ("T", False)
     assert stack.stack.splitlines()[-1].startswith("deep_in_thought (")
-    assert (agent.run_dir.rank(1, placed.rank) / "stack.txt").exists()
+    agent.wait(lambda: (agent.run_dir.rank(1, placed.rank) / "stack.txt").exists())
     assert agent.stop(term_s=2.0).ok  # TERM reaches it: it is continued
 
 
