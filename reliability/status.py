@@ -249,7 +249,12 @@ def _render(rows: Sequence[Row], problems: Sequence[str], width: int) -> Rendera
     shown = len(HEADER) if sum(widths[:-1]) + 2 * len(HEADER) + 20 <= width else len(HEADER) - 1
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(HEADER[:shown]):
-        table.add_column(name, justify="right" if index in RIGHT else "left", no_wrap=True)
+        table.add_column(
+            name,
+            justify="right" if index in RIGHT else "left",
+            no_wrap=True,
+            min_width=widths[index] if index < len(HEADER) - 1 else None,
+        )
     for row, line in zip(rows, lines, strict=True):
         # Text, not str: names and reasons come from outside and may look like markup
         table.add_row(*(Text(cell, style=_style(row) if i == 1 else "") for i, cell in enumerate(line[:shown])))

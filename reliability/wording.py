@@ -8,8 +8,8 @@ escaped where HTML is made.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 from outlast.reliability import model as m
@@ -66,7 +66,7 @@ def ago(seconds_s: float) -> str:
 def utc(at_s: float, *, day: bool = True) -> str:
     """Wall time for people, UTC."""
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S", time.gmtime(at_s))
+        return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S" if day else "%H:%M:%S")
     except (OverflowError, ValueError, OSError):
         return "?"
 
