@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from outlast.reliability.eventlog import EventLogError, Follower
 from outlast.reliability.history import IncidentView, RunView, look
@@ -249,12 +249,9 @@ def _render(rows: Sequence[Row], problems: Sequence[str], width: int) -> Rendera
     shown = len(HEADER) if sum(widths[:-1]) + 2 * len(HEADER) + 20 <= width else len(HEADER) - 1
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(HEADER[:shown]):
-        table.add_column(
-            name,
-            justify="right" if index in RIGHT else "left",
-            no_wrap=True,
-            min_width=widths[index] if index < len(HEADER) - 1 else None,
-        )
+        width_min = widths[index] if index < len(HEADER) - 1 else None
+        side: Literal["left", "right"] = "right" if index in RIGHT else "left"
+        table.add_column(name, justify=side, no_wrap=True, min_width=width_min)
     for row, line in zip(rows, lines, strict=True):
         # Text, not str: names and reasons come from outside and may look like markup
         table.add_row(*(Text(cell, style=_style(row) if i == 1 else "") for i, cell in enumerate(line[:shown])))
