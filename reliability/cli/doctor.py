@@ -14,7 +14,7 @@ from outlast.reliability.cli.show import print_json, visible
 from outlast.reliability.config import run_root_default
 
 if TYPE_CHECKING:
-    from outlast.reliability.cli.site import Row
+    from outlast.reliability.cli.site_checks import Row
 
 
 @click.command()
@@ -28,7 +28,7 @@ def doctor(run_file: Path | None, settings: tuple[str, ...], params_file: Path |
 
     Exit codes: 0 fit (notes and warnings may stand), 2 RUN.yaml cannot be used, 4 unfit.
     """
-    from outlast.reliability.cli.site import Grade, look
+    from outlast.reliability.cli.site_checks import Grade, look
 
     run = read(run_file, settings, params_file).run if run_file else None
     root = Path(run.run_root if run else run_root_default()[0]).absolute()
@@ -45,7 +45,7 @@ def doctor(run_file: Path | None, settings: tuple[str, ...], params_file: Path |
 
 def _look_at_slurm(*, required: bool) -> Iterable[Row]:
     """Slurm's findings as rows. Without a run file no Slurm here is only a note: there is the local cluster."""
-    from outlast.reliability.cli.site import Grade, Row
+    from outlast.reliability.cli.site_checks import Grade, Row
     from outlast.slurm.fitness import inspect_site
 
     grades = {"ok": Grade.OK, "warning": Grade.WARNING, "bad": Grade.UNFIT}

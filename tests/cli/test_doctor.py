@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast.reliability.cli import site
+from outlast.reliability.cli import site_checks as site
 from outlast.reliability.cli.root import start
-from outlast.reliability.cli.site import Grade, Row
+from outlast.reliability.cli.site_checks import Grade, Row
 from outlast.reliability.freeze import freeze
 from outlast.reliability.runfile import RunFile, Task
 
