@@ -27,8 +27,7 @@ def rank_env(
 
     Ours stand last: a run file cannot give a rank another number.
     """
-    local = sum(1 for one in plan.ranks if one.node == placement.node)
-    world = str(len(plan.ranks))
+    local, world = sum(1 for one in plan.ranks if one.node == placement.node), str(len(plan.ranks))
     ours = {
         "RANK": str(placement.rank),
         "LOCAL_RANK": str(placement.local_rank),
