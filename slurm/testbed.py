@@ -144,7 +144,13 @@ class Testbed:
         for node, state in booting.node_states(self._site).items():
             if state.startswith(("drain", "drng", "down")):
                 self.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"])
-        self._site.wait_for("all nodes, idle", lambda: set(booting.node_states(self._site).values()) == {"idle"})
+        if not daemons.wait_until(self._is_idle, timeout_s=3 + self.spec.kill_wait_s):
+            # a process that escaped its step and holds the step's pipes open keeps the node COMPLETING
+            self._sweep()
+            self._site.wait_for("all nodes, idle", self._is_idle)
+
+    def _is_idle(self) -> bool:
+        return set(booting.node_states(self._site).values()) == {"idle"}
 
     def status(self) -> Status:
         alive = {d.name: daemons.is_alive(d) for d in self._site.read().daemons}

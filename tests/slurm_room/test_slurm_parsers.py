@@ -209,26 +209,24 @@ TEXTS: list[Callable[[str], object]] = [
     parsers_json.parse_nodes_json,
     parsers_json.parse_sacct_json,
 ]
-pieces = st.sampled_from(
-    [
-        "JobId=1 ",
-        "JobState=RUNNING ",
-        "NodeName=n1 ",
-        "State=IDLE ",
-        "NodeList=n[1-",
-        "Reason=x [a@b]",
-        "|",
-        "\n",
-        "1|",
-        "JobID|State\n",
-        " by 0",
-        "ExcNodeList=(null) ",
-        "=",
-        " ",
-        "²",
-        "Restarts=²",
-    ]
-)
+PIECES = [
+    "JobId=1 ",
+    "JobState=RUNNING ",
+    "NodeName=n1 ",
+    "State=IDLE ",
+    "NodeList=n[1-",
+    "Reason=x [a@b]",
+    "ExcNodeList=(null) ",
+    "Restarts=²",
+    "JobID|State\n",
+    " by 0",
+    "1|",
+    "|",
+    "=",
+    " ",
+    "\n",
+]
+pieces = st.sampled_from(PIECES)
 
 
 @pytest.mark.parametrize("parse", TEXTS, ids=lambda p: p.__name__)
