@@ -19,70 +19,78 @@ MOE = ("--experts", "4")
 OVERLAP = ("--overlap",)
 
 
-class Restores:
-    """Save at 3 of 6 in one layout, restore into another, with the same mends left out in both."""
+class Attempts:
+    """Save after 3 of 6 train_steps in one layout, restore into another."""
 
     def __init__(self, fork_ranks: Any, folder: Path) -> None:
         self._fork_ranks = fork_ranks
         self._folder = folder
-        self._count = 0
 
-    def __call__(
-        self, *leave: str, save: tuple[str, ...] = (), load: tuple[str, ...] = (), ranks: tuple[int, int] = (1, 1)
-    ) -> tuple[Any, Any]:
-        """The whole attempt and the restored one."""
-        self._count += 1
-        checkpoints = self._folder / str(self._count)
-        saved = self._fork_ranks(
-            *save, "--save-every", "3", "--checkpoint-dir", str(checkpoints), ranks=ranks[0], leave=leave
-        ).checked()
-        restored = self._fork_ranks(
-            *load, "--restore-dir", str(checkpoints / "iter_0000003"), ranks=ranks[1], leave=leave
-        )
-        return saved, restored
+    def save(self, name: str, *layout: str, ranks: int = 1, leave: tuple[str, ...] = ()) -> Any:
+        """The whole run, whose checkpoint `restore` finds by this name."""
+        argv = (*layout, "--save-every", "3", "--checkpoint-dir", str(self._folder / name))
+        return self._fork_ranks(*argv, ranks=ranks, leave=leave).checked()
+
+    def restore(self, name: str, *layout: str, ranks: int = 1, leave: tuple[str, ...] = ()) -> Any:
+        argv = (*layout, "--restore-dir", str(self._folder / name / "iter_0000003"))
+        return self._fork_ranks(*argv, ranks=ranks, leave=leave)
 
 
-@pytest.fixture
-def restores(fork_ranks: Any, tmp_path: Path) -> Restores:
-    return Restores(fork_ranks, tmp_path)
+@pytest.fixture(scope="module")
+def attempts(fork_ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Attempts:
+    return Attempts(fork_ranks, tmp_path_factory.mktemp("fixes"))
+
+
+@pytest.fixture(scope="module")
+def saved(attempts: Attempts) -> Any:
+    """A run on one rank, saved as 'one'."""
+    return attempts.save("one")
 
 
 def difference(saved: Any, restored: Any) -> float:
+    """The largest relative difference of a loss after the restore."""
     steps = restored.checked().losses
     assert list(steps) == [4, 5, 6]
     return max(abs(steps[s] - saved.losses[s]) / saved.losses[s] for s in steps)
 
 
-def test_shared_step(restores: Restores) -> None:
-    saved, restored = restores()
-    assert restored.checked().digests == saved.digests
+def test_shared_step(attempts: Attempts, saved: Any) -> None:
+    restored = attempts.restore("one")
     assert difference(saved, restored) == 0.0
-    assert difference(*restores("shared_step")) > 1e-4  # silently: no error, another loss
+    assert restored.digests == saved.digests
+    # silently: no error, another loss
+    assert difference(saved, attempts.restore("one", leave=("shared_step",))) > 1e-4
 
 
 @pytest.mark.parametrize(
     ("name", "word"), [("fresh_optimizer", "AssertionError"), ("step_not_loaded", "KeyError: 'step'")]
 )
-def test_a_fresh_optimizer_loads(restores: Restores, name: str, word: str) -> None:
+def test_a_fresh_optimizer_loads(attempts: Attempts, saved: Any, name: str, word: str) -> None:
     # that it loads with the mend is test_shared_step's first half
-    _, restored = restores(name)
-    assert restored.codes == [1]
-    assert word in restored.ranks[0].output
-    assert "distrib_optimizer.py" in restored.ranks[0].output
+    refused = attempts.restore("one", leave=(name,))
+    assert refused.codes == [1]
+    assert word in refused.ranks[0].output
+    assert "distrib_optimizer.py" in refused.ranks[0].output
 
 
-def test_padded_buckets(restores: Restores) -> None:
-    saved, restored = restores(save=OVERLAP, load=OVERLAP, ranks=(2, 2))
-    assert restored.checked().digests == saved.digests
-    assert difference(*restores("padded_buckets", save=OVERLAP, load=OVERLAP, ranks=(2, 2))) > 1e-3
+def test_padded_buckets(attempts: Attempts) -> None:
+    whole = attempts.save("overlap", *OVERLAP, ranks=2)
+    restored = attempts.restore("overlap", *OVERLAP, ranks=2)
+    assert difference(whole, restored) == 0.0
+    assert restored.digests == whole.digests
+    leave = ("padded_buckets",)
+    whole = attempts.save("overlap-torn", *OVERLAP, ranks=2, leave=leave)
+    assert difference(whole, attempts.restore("overlap-torn", *OVERLAP, ranks=2, leave=leave)) > 1e-3
 
 
 @pytest.mark.long
-def test_padded_buckets_of_pipeline_stages_on_three_replicas(restores: Restores) -> None:
-    layout = ("--pp", "2", "--global-batch", "6", "--micro-batch", "2")
-    one = ("--global-batch", "6", "--micro-batch", "2")
-    assert difference(*restores(save=layout, load=one, ranks=(6, 1))) < 1e-5
-    assert difference(*restores("padded_buckets", save=layout, load=one, ranks=(6, 1))) > 1e-3
+def test_padded_buckets_of_pipeline_stages_on_three_replicas(attempts: Attempts) -> None:
+    batch = ("--global-batch", "6", "--micro-batch", "2")
+    whole = attempts.save("stages", "--pp", "2", *batch, ranks=6)
+    assert difference(whole, attempts.restore("stages", *batch)) < 1e-5
+    leave = ("padded_buckets",)
+    whole = attempts.save("stages-torn", "--pp", "2", *batch, ranks=6, leave=leave)
+    assert difference(whole, attempts.restore("stages-torn", *batch, leave=leave)) > 1e-3
 
 
 def stale_tensors(checkpoint: Path) -> list[str]:
@@ -118,17 +126,17 @@ def test_stale_model(fork_ranks: Any, tmp_path: Path) -> None:
     assert stale_tensors(save("unsettled", before=_leave_parameters_unsettled)) != []
 
 
-def test_experts_folded_into_the_dense_optimizer(restores: Restores) -> None:
-    two, one = (*MOE, "--ep", "2"), MOE
-    assert difference(*restores(save=two, load=one, ranks=(2, 1))) < 1e-5
-    _, refused = restores("chained_optimizers", save=two, load=one, ranks=(2, 1))
+def test_experts_folded_into_the_dense_optimizer(attempts: Attempts) -> None:
+    whole = attempts.save("ep2", *MOE, "--ep", "2", ranks=2)
+    assert difference(whole, attempts.restore("ep2", *MOE)) < 1e-5
+    refused = attempts.restore("ep2", *MOE, leave=("chained_optimizers",))
     assert "KeyError: 'optimizer'" in refused.ranks[0].output
 
 
-def test_experts_unfolded_into_an_optimizer_of_their_own(restores: Restores) -> None:
-    two, one = (*MOE, "--ep", "2"), MOE
-    assert difference(*restores(save=one, load=two, ranks=(1, 2))) < 1e-5
-    _, refused = restores("chained_optimizers", save=one, load=two, ranks=(1, 2))
+def test_experts_unfolded_into_an_optimizer_of_their_own(attempts: Attempts) -> None:
+    whole = attempts.save("ep1", *MOE)
+    assert difference(whole, attempts.restore("ep1", *MOE, "--ep", "2", ranks=2)) < 1e-5
+    refused = attempts.restore("ep1", *MOE, "--ep", "2", ranks=2, leave=("chained_optimizers",))
     assert "Expected 2 entries in state dict, but got 4" in refused.ranks[0].output
 
 
@@ -147,15 +155,12 @@ megatron_cpu.adapt()  # at the top: the spawned worker runs this file too
 import torch
 torch.cuda.device_count = lambda: 1  # the worker asks for rank % device_count
 
-def main(folder, mended):
+def main(folder):
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    from outlast.launchers import megatron_fixes
-    if mended:
-        megatron_fixes.mend()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     weights = {f"w{i}": torch.ones(1_000_000) for i in range(8)}
@@ -175,24 +180,33 @@ def main(folder, mended):
     print("found", sorted(found))
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] == "mended")
+    main(sys.argv[1])
 '''
 
 
-def test_persistent_worker(tmp_path: Path) -> None:
+def _ask_for_a_persistent_worker() -> None:
+    from megatron.core.dist_checkpointing.strategies.async_utils import (  # type: ignore[import-untyped]
+        AsyncCallsQueue,
+    )
+
+    from outlast.launchers import megatron_fixes
+
+    megatron_fixes.mend()
+    AsyncCallsQueue(persistent=False)
+    AsyncCallsQueue(persistent=True)
+
+
+def test_persistent_worker(fork_ranks: Any, tmp_path: Path) -> None:
+    refused = fork_ranks(before=_ask_for_a_persistent_worker).ranks[0].output
+    assert "MegatronRefused" in refused
+    assert "use persistent=False, which forks (fault 'persistent_worker')" in refused
+
     script = tmp_path / "persistent.py"
     script.write_text(PERSISTENT)
-
-    def run(how: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, str(script), str(tmp_path / how), how]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-
-    mended = run("mended")
-    assert mended.returncode != 0
-    assert "MegatronRefused" in mended.stderr
-    assert "fault 'persistent_worker'" in mended.stderr
-    plain = run("plain")
+    argv = [sys.executable, str(script), str(tmp_path / "checkpoint")]
+    plain = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert plain.returncode == 0, plain.stderr
+    assert plain.stdout.startswith("found [")
     assert plain.stdout.strip() != "found [1.0]"  # torn: the state of a later step, or of several
 
 
