@@ -97,6 +97,7 @@ def test_a_torn_last_line_is_cut_and_kept(path: Path) -> None:
         assert path.read_bytes().endswith(b"}\n")
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(st.integers(0, 10_000))
 def test_a_log_cut_at_any_byte_opens_and_goes_on(tmp_path: Path, at: int) -> None:
@@ -207,6 +208,7 @@ def free() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(st.integers(0, 400))
 def test_after_a_failed_append_the_log_goes_on_as_if_it_had_not_been(tmp_path: Path, room: int) -> None:
@@ -368,6 +370,7 @@ def test_a_follower_begins_afresh_where_the_log_went_back(path: Path) -> None:
     assert follower.read() == ([again], False)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([b"x", b"\n", b"{", b"\xff", b'{"seq":1}', b"\0"]), max_size=30))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_any_file_can_be_read_and_opened(tmp_path: Path, parts: list[bytes]) -> None:

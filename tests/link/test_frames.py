@@ -74,6 +74,8 @@ FROM_SUPERVISOR = st.lists(
 )
 
 
+@pytest.mark.slow
+@settings(deadline=None)
 @given(FROM_AGENT, FROM_SUPERVISOR, st.lists(st.integers(0, 10_000), max_size=12))
 def test_messages_arrive_whole_and_in_order_whatever_the_pieces(
     up: list[FromAgent], down: list[FromSupervisor], cuts: list[int]
@@ -226,6 +228,7 @@ def test_a_stream_that_ends_early_says_where() -> None:
         supervisor().end()
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=5))
 def test_garbage_before_the_handshake_is_an_error_or_nothing(data: bytes, cuts: list[int]) -> None:
     for side in (supervisor(), agent()):
@@ -238,6 +241,7 @@ def test_garbage_before_the_handshake_is_an_error_or_nothing(data: bytes, cuts: 
         assert len(side._buffer) <= len(data) and len(side._buffer) < MAX_HANDSHAKE_BYTES + 4
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 def test_garbage_with_an_honest_frame_round_it_is_an_error_or_nothing(data: bytes, framed: bool) -> None:
     one, other = pair()
@@ -248,7 +252,8 @@ def test_garbage_with_an_honest_frame_round_it_is_an_error_or_nothing(data: byte
     assert one.ready
 
 
-@settings(max_examples=300)
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
         st.binary(max_size=200),
@@ -274,6 +279,7 @@ def test_an_honest_seal_on_a_nonsense_message_is_a_clean_error(payload: bytes) -
         assert len(messages) == 1
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_changed_byte_closes_the_connection(data: st.DataObject) -> None:
     one, other = pair()
