@@ -8,7 +8,7 @@ no clock that two nodes share and no message between agents: the run directory i
 the successor, need anyway. It does not have to be perfect: agents with different views may start two successors, and
 the fence lets one of them hold the epoch. If whoever's turn it is brings nothing up, the turn passes on.
 
-Reading is kept small: an agent that sees a lower one alive looks no further; only a candidate reads all.
+Reading is kept small in a large run: an agent that sees a lower one alive looks no further; a candidate reads all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outlast.reliability.rundir import RunDir
 _FILES_S: Final = 5.0
 _MAX_TURN_FACTOR: Final = 8
 _FEW: Final = 64
-"""As many lower agents are looked at before any has been seen to live; in a small run that is all of them."""
+"""In a run of so many agents each looks at all others; in a larger one first at so many of those before it."""
 
 
 def should_start(
@@ -80,9 +80,23 @@ class Turns:
         self._since_s = 0.0
         self._started = False
 
-    def step(self, now_s: float, me: Node, roster: Sequence[Node], fresh: Collection[Node], epoch: int) -> bool:
-        """True: start the successor now."""
+    def step(
+        self,
+        now_s: float,
+        me: Node,
+        roster: Sequence[Node],
+        fresh: Collection[Node],
+        epoch: int,
+        *,
+        complete: bool = True,
+    ) -> bool:
+        """True: start the successor now. `complete`: all of the roster was looked at, not only those before me."""
         alive = [n for n in roster if n == me or n in fresh]
+        if complete and 2 * len(alive) <= len(roster):
+            # nobody's turn, else two sides that meet again would disagree on whose it is
+            self._passed.clear()
+            self._holder = None
+            return False
         holder = self._next(alive)
         if holder != self._holder:
             self._holder, self._since_s, self._started = holder, now_s, False
@@ -92,7 +106,7 @@ class Turns:
         if self._holder != me or self._started:
             return False
         if not should_start(me, roster, fresh, epoch, passed=self._passed):
-            self._since_s = now_s  # no majority: my turn has not begun
+            self._since_s = now_s  # all that may be alive have yet to be looked at: my turn has not begun
             return False
         self._started = True
         return True
@@ -204,7 +218,10 @@ class Election:
         if self._orphaned_s is None or now_s - self._orphaned_s < self._fresh_s * self._slowness():
             return  # not long enough to tell who is not there
         fresh, roster = self._fresh(), self._lease.roster
-        if epoch != self._lease.epoch or not self._turns.step(now_s, self._me, roster, fresh, epoch):
+        complete = len(roster) <= _FEW
+        if epoch != self._lease.epoch:
+            return
+        if not self._turns.step(now_s, self._me, roster, fresh, epoch, complete=complete):
             return
         found = await self._aside.call(lambda: highest_number(self._run_dir), timeout_s=_FILES_S)
         if found > epoch or (self._starting is not None and not self._starting.done()):
@@ -221,14 +238,15 @@ class Election:
 
     def _worth_reading(self) -> tuple[Node, ...]:
         fresh, roster = self._fresh(), self._lease.roster
+        others = tuple(n for n in roster if n != self._me)
+        if len(roster) <= _FEW:
+            return others
         before = self._turns.goes_before(self._me, roster)
         for i, node in enumerate(before):
             if node in fresh:
                 return tuple(before[: i + 1])
         watched_s = self._mono_s() - (self._orphaned_s or 0.0)
-        if len(roster) > _FEW and watched_s < self._fresh_s * self._slowness():
-            return tuple(before[:_FEW])
-        return tuple(n for n in roster if n != self._me)
+        return tuple(before[:_FEW]) if watched_s < self._fresh_s * self._slowness() else others
 
     def _fresh(self) -> frozenset[Node]:
         return self._freshness.fresh(self._mono_s(), self._fresh_s * self._slowness())

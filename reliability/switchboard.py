@@ -181,7 +181,9 @@ class Switchboard:
 
     def set_roster(self, nodes: Sequence[Node]) -> None:
         """All agents that the supervisor counts, in index order. Before the first call: who is connected."""
-        self._roster = tuple(nodes)
+        roster = tuple(nodes)
+        if roster != self._roster:
+            self._roster = roster
 
     def steps_through(self, attempt: int, train_step: int) -> None:
         """Steps of this attempt up to this one are in the log: agents send what is newer."""
@@ -364,7 +366,8 @@ class Switchboard:
 
     def _pulse(self, session: Session, line: _Line, peer: Peer) -> None:
         roster = self._counted()
-        news = () if line.roster == roster else roster
+        # the same object while nothing has changed: comparing all names for each agent would be the largest cost
+        news = () if line.roster is roster else roster
         line.roster = roster
         attempt, train_step = self._steps
         same = session.beat is not None and session.beat.attempt == attempt
