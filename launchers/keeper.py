@@ -179,6 +179,7 @@ class Keeper:
             os.close(write_end)
 
     async def _until_warm(self) -> None:
+        self._warm_deaths = 0  # each start may try anew
         self.start_warm()
 
         def ready() -> bool:

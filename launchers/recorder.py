@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from outlast.monitors.beat import StepWriter
+from outlast.monitors.beat import StepReader, StepWriter
 
 STEP_PAGE_ENV = "OUTLAST_STEP_PAGE"
 """Path of this rank's step record page, made by the agent."""
@@ -102,7 +102,22 @@ def stop_asked() -> bool:
 def _open(path: str) -> Recorder:
     if not path:
         return Unrecorded()
+    if _is_taken(Path(path)):
+        return Unrecorded()
     try:
         return StepWriter(Path(path), node=os.environ.get("SLURMD_NODENAME") or os.environ.get(NODE_ENV, ""))
     except (OSError, ValueError):
         return Unrecorded()
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether another living process records here: a rank's spawned children inherit its environment."""
+    try:
+        reader = StepReader(path)
+    except OSError:
+        return False
+    page = reader.read()
+    reader.close()
+    if page is None or page.pid in (0, os.getpid()) or not (page.phase or page.steps):
+        return False  # a page that only says where the rank was started is for whoever comes to record
+    return os.path.exists(f"/proc/{page.pid}")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 from outlast.launchers import reap
+from outlast.launchers.node_env import TREE_ENV
 from outlast.launchers.recorder import NODE_ENV
 from outlast.reliability.model import Node
 from outlast.reliability.rundir import RunDir
@@ -35,6 +36,9 @@ class Successor:
         """Start it, unless one of ours is still at work; its pid. OSError where it cannot be started."""
         if self._process is not None and self.alive:
             return self._process.pid
+        env = {**os.environ, NODE_ENV: self._node}
+        # what it starts (srun and the agents behind it) is not below this agent, and must not look so
+        env.pop(TREE_ENV, None)
         words = ["outlast.reliability.app", "run", "--run-dir", str(self._run_dir.root), "--successor"]
         with open(self._output(), "ab") as output:
             self._process = subprocess.Popen(
@@ -42,7 +46,7 @@ class Successor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, NODE_ENV: self._node},
+                env=env,
                 start_new_session=True,
             )
         self._keep(self._process.pid)

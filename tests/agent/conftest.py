@@ -57,6 +57,8 @@ class AgentProcess:
     run: RunFile
     node: str = "a"
     messages: list[FromAgent] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each message arrived."""
     command: int = 0
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class AgentProcess:
     def _read(self) -> None:
         assert self.process.stdout
         for line in self.process.stdout:
+            self.times.append(time.monotonic())
             self.messages.append(_decoder.decode(line))
 
     def say(self, message: FromSupervisor) -> None:

@@ -263,8 +263,8 @@ def test_ranks_train_on_while_a_successor_is_started(cluster: LocalCluster, run_
         seat = await Desk.until(d, lambda: (s := highest(run_dir)) and s.epoch > d.epoch and s)
         proc = reap.read_proc(seat.pid)
         assert proc is not None and seat.node == "a"
-        agent = reap.read_proc(proc.ppid)
-        assert agent is not None and seat.pid in left(run_dir, "a")
+        words = Path(f"/proc/{proc.ppid}/cmdline").read_bytes().split(b"\0")
+        assert words[-3:-1] == [b"--node", b"a"]  # below the agent
         assert all(reap.read_proc(p.pid) for p in placed)
         await asyncio.to_thread(cluster.crash, A)
         assert not reap.is_alive(seat.pid, proc.start_ticks) and not left(run_dir, "a")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -94,6 +96,29 @@ def test_descendants_leave_out_what_is_spared_with_all_below() -> None:
 
     procs = {p.pid: p for p in (proc(1, 0), proc(2, 1), proc(3, 2), proc(4, 1), proc(5, 4))}
     assert {p.pid for p in reap.descendants(1, procs, spare={2})} == {4, 5}
+
+
+def test_what_outlives_sigkill_is_named_in_bounded_time() -> None:
+    me = reap.read_proc(os.getpid())
+    assert me is not None
+    unkillable = in_state(me, state="D")
+    looks = 0
+
+    def tree() -> list[reap.Proc]:
+        nonlocal looks
+        looks += 1
+        return [unkillable]
+
+    began = time.monotonic()
+    cleared = reap.end_tree(tree, (), term_grace_s=5.0, kill_grace_s=0.1)
+    assert 0.1 <= time.monotonic() - began < 2.0 and looks > 2
+    assert cleared.left == (unkillable,) and cleared.killed == 0
+    assert f"pid {unkillable.pid} in state D" in cleared.why
+
+
+def in_state(proc: reap.Proc, *, state: str) -> reap.Proc:
+    """The same process as it would look to an agent that must not hit it: another start time."""
+    return dataclasses.replace(proc, state=state, start_ticks=proc.start_ticks - 1)
 
 
 def spec(rank: int = 0, *, reports: bool = False, **env: str) -> RankSpec:

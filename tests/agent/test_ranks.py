@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from outlast.launchers import reap
 from outlast.reliability.model import RankPlaced, XidSeen
 from outlast.reliability.runfile import Task
+from outlast.reliability.wire import Beat
 
 pytestmark = pytest.mark.slow
 Script = Callable[[str], tuple[str, ...]]
@@ -137,10 +139,14 @@ def test_what_escapes_from_its_group_is_found_and_killed(agent: AgentProcess, sc
 
 
 def test_a_dead_agent_leaves_nothing_behind(agent: AgentProcess, script: Script) -> None:
-    text = "import os, time\nfor _ in range(2):\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(300)\n"
+    text = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(300)\n"
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork():\n        os._exit(0)\n"
+        "    print('daemon', flush=True)\n    time.sleep(300)\nos.wait()\n"
+    )
     agent.start(script(text + SLEEP), script(SLEEP))
-    agent.wait(lambda: "ready" in agent.output(0) and "ready" in agent.output(1))
-    assert len(agent.left()) == 5  # the warm process, two ranks, two escaped children
+    agent.wait(lambda: {"ready", "daemon"} <= set(agent.output(0).split()) and "ready" in agent.output(1))
+    assert len(agent.left()) == 5  # the warm process, two ranks, a child in its own session, a daemon
     agent.process.kill()
     agent.wait(lambda: not agent.left(), why="an empty tree")
 
@@ -204,6 +210,20 @@ def test_kernel_words_in_a_ranks_output_blame_a_program(agent: AgentProcess, scr
     assert "\\x1b[2J" in exited.last_words and "\x1b" not in exited.last_words and "\x00" not in exited.last_words
 
 
+def test_a_flood_of_output_delays_no_beat(make_agent: MakeAgent, script: Script) -> None:
+    agent = make_agent(log_bytes_per_rank=300_000)
+    agent.beat(lambda b: b.warm)
+    began = len(agent.messages)
+    flood = "import sys, time\nuntil = time.monotonic() + 1.5\nwhile time.monotonic() < until:\n"
+    agent.start(script(flood + "    sys.stdout.write('x' * 99_999 + '\\n')\nprint('end')\n"))
+    assert agent.exited().last_words.endswith("end")
+    assert agent.exited().exit_code == 0
+    arrived = [at for at, m in zip(agent.times[began:], agent.messages[began:], strict=False) if isinstance(m, Beat)]
+    assert max(b - a for a, b in itertools.pairwise(arrived)) < 2.0
+    directory = agent.run_dir.rank(1, 0)
+    assert sum(p.stat().st_size for p in directory.iterdir()) < 600_000
+
+
 def test_the_kernel_log_is_told_at_once(make_agent: MakeAgent, tmp_path: Path) -> None:
     kernel_log = tmp_path / "kern-a.log"
     kernel_log.write_text("")
@@ -229,7 +249,8 @@ def test_a_stopped_rank_is_named_by_its_stack(agent: AgentProcess, script: Scrip
     assert (stack.process_state, stack.waiting) == ("T", False)
     assert stack.stack.splitlines()[-1].startswith("deep_in_thought (")
     agent.wait(lambda: (agent.run_dir.rank(1, placed.rank) / "stack.txt").exists())
-    assert agent.stop(term_s=2.0).ok  # TERM reaches it: it is continued
+    assert agent.stop(term_s=5.0).ok
+    assert agent.exited().posix_signal == signal.SIGTERM  # it was continued, so that TERM could reach it
 
 
 def test_a_command_is_any_program(make_agent: MakeAgent) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -177,6 +179,24 @@ def test_without_a_page_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch, pat
     page = StepReader(path).read()
     assert page is not None and page.train_step == 7
     monkeypatch.setattr(recorder, "_here", None)
+
+
+@pytest.mark.slow
+def test_a_spawned_child_does_not_take_the_page_over(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setenv(recorder.STEP_PAGE_ENV, str(path))
+    code = "from outlast.launchers.recorder import current; print(type(current()).__name__, flush=True); input()"
+
+    def child() -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    writer = StepWriter(path)
+    with child() as first:  # only placed so far: the program itself may be a child of what was started
+        assert first.stdout and first.stdout.readline() == "StepWriter\n"
+        first.communicate("\n", timeout=10.0)
+    writer.phase("train")
+    with child() as second:
+        assert second.stdout and second.stdout.readline() == "Unrecorded\n"
+        second.communicate("\n", timeout=10.0)
 
 
 _CACHE: list[bytes] = []
