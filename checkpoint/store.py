@@ -42,6 +42,11 @@ class Reason(Noun, frozen=True, kw_only=True):
     at_s: float
 
 
+def _bad(step: int, path: Path, error: NotWhole) -> BadCheckpoint:
+    why = "; ".join(error.problems)
+    return BadCheckpoint(train_step=step, path=str(path), why=why, unfinished=not (path / MARKER).exists())
+
+
 class Store:
     """The checkpoints below one directory. Safe to use from several processes at once."""
 
@@ -67,7 +72,7 @@ class Store:
             try:
                 manifest = self._verify(path, step)
             except NotWhole as e:
-                passed.append(BadCheckpoint(train_step=step, path=str(path), why="; ".join(e.problems)))
+                passed.append(_bad(step, path, e))
                 if isinstance(e, Unreadable):
                     unreadable.append(path.name)
                 continue

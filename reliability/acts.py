@@ -62,7 +62,7 @@ class Acts:
                 await self.page("held: a person is needed", why)
                 return "paged"
             case m.Feed(nodes=count, exclude=exclude):
-                known = set(state.feeders)
+                known = {f.job for f in state.feeders}
                 for allocation in allocations:
                     live = allocation.state in ("PENDING", "CONFIGURING", "RUNNING")
                     if allocation.feeder and live and allocation.job not in known:

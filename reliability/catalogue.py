@@ -74,6 +74,8 @@ class SxidRow(Noun, frozen=True, kw_only=True):
     action: str
     severity: str
     """nonfatal | link | fabric"""
+    word: str = ""
+    """What the driver is known to print, where that differs from the severity: fatal | nonfatal."""
     meaning: str = ""
     conflict: str = ""
 

@@ -15,6 +15,9 @@ from outlast.reliability.elastic import plan_layout, wanted
 from outlast.reliability.model import Action, Layout, Node, Noun, Plan, Verdict
 from outlast.reliability.runfile import LayoutAsked, Limits
 
+GATHER_S = 10.0
+"""At the beginning, this long for all agents: the first in the allocation train, not the first to be ready."""
+
 Legal = Callable[[Layout], str]
 """'' where the program can run in a layout, else why not."""
 
@@ -40,6 +43,7 @@ class Situation(Noun, frozen=True, kw_only=True):
     can_feed: bool = False
     can_requeue: bool = False
     may_drain: bool = False
+    has_drains: bool = True
     drains_last_hour: int = 0
     failures_without_progress: int = 0
     waiting_since_s: float | None = None
@@ -72,7 +76,7 @@ def decide(verdict: Verdict, now: Situation, *, legal: Legal) -> tuple[Action, .
 
 
 def _drains(verdict: Verdict, now: Situation) -> tuple[Action, ...]:
-    if not verdict.drains or verdict.node is None:
+    if not verdict.drains or verdict.node is None or not now.has_drains:
         return ()
     reason = f"outlast: {verdict.rule}: {verdict.because}"[:200]
     command = f'scontrol update nodename={verdict.node} state=drain reason="{verdict.rule}"'
@@ -87,6 +91,10 @@ def _drains(verdict: Verdict, now: Situation) -> tuple[Action, ...]:
 def ladder(now: Situation, *, legal: Legal, why: str, at_checkpoint: bool = False) -> tuple[Action, ...]:
     """The cheapest sound way to go on with the nodes that there are."""
     plan, usable = now.plan, now.usable
+    if plan is None and now.expected and now.waiting_since_s is not None:
+        gather = now.waiting_since_s + GATHER_S
+        if now.now_s < gather and len(usable) >= now.nodes_wanted:
+            return (m.Wait(until_s=gather, why=f"{now.expected} more agents are starting"),)
     out = tuple(n for n in plan.nodes if n not in usable) if plan else ()
     if plan and not out and (plan.layout == now.layout_wanted or len(usable) < now.nodes_wanted):
         return (m.RestartInPlace(why=why),)

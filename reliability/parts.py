@@ -41,5 +41,7 @@ class Parts:
     """The node it runs on; '' outside any allocation."""
     can_feed: bool = False
     can_requeue: bool = False
+    has_drains: bool = True
+    """False where there is no scheduler that drains nodes (the local cluster)."""
     poll_s: float = 5.0
     """How often the scheduler is asked."""

@@ -28,6 +28,7 @@ class Planner:
         self.loop = loop
         self.choosing: asyncio.Task[None] | None = None
         self.choice: Choice | None = None
+        self.said = ""
 
     def look(self) -> None:
         loop = self.loop
@@ -69,9 +70,6 @@ class Planner:
     def _announce(self, action: m.Action) -> None:
         """The rung that is really taken, where it is not the one that was said when the verdict fell."""
         opened = [a for a in self.loop.state.open_acts.values() if isinstance(a.action, planning.CHANGES)]
-        rolled = [a for a in opened if isinstance(a.action, m.RollBack)]
-        if rolled:
-            return
         for act in opened:
             same_kind = type(act.action) is type(action)
             if same_kind and getattr(act.action, "into", None) == getattr(action, "into", None):
@@ -107,21 +105,28 @@ class Planner:
             self.choice = await call(lambda: loop.parts.store.choose(quarantined=quarantined), timeout_s=_VERIFY_S)
             self._passed_over(self.choice)
         except PortError as error:
-            loop.put(f"checkpoints: {error}")
+            self._say_once(f"checkpoints: {error}")
             await asyncio.sleep(2.0)
         except Exception as error:  # noqa: BLE001 - a checkpoint that breaks its reader must not end the loop
-            loop.put(f"checkpoints: {type(error).__name__}: {error}")
+            self._say_once(f"checkpoints: {type(error).__name__}: {error}")
             await asyncio.sleep(2.0)
         finally:
             self.choosing = None
             loop.awake.set()
 
+    def _say_once(self, text: str) -> None:
+        """What comes back every two seconds is said once."""
+        if text != self.said:
+            self.said = text
+            self.loop.put(text)
+
     def _passed_over(self, choice: Choice) -> None:
         """Committed checkpoints that do not verify are incidents; unfinished saves are only noted."""
         loop = self.loop
-        known = {(f.checkpoint.train_step, f.checkpoint.why) for f in loop.state.evidence.bad_checkpoints}
         for bad in choice.passed_over:
-            if (bad.train_step, bad.why) not in known and bad.train_step not in loop.state.quarantined:
+            if bad.unfinished:
+                self._say_once(f"{bad.path} is not restored: {bad.why}")
+            if not bad.unfinished and bad.train_step not in loop.state.quarantined:
                 loop.put(
                     m.CheckpointSeen(
                         at_s=loop.now_s(), train_step=bad.train_step, verified=False, path=bad.path, why=bad.why

@@ -13,7 +13,7 @@ from outlast.reliability.ports import Allocation, Restore
 from outlast.reliability.runfile import RunFile
 from outlast.reliability.runstate import RunState
 
-CHANGES = (m.RestartInPlace, m.Swap, m.Shrink, m.Grow, m.RollBack, m.Requeue)
+CHANGES = (m.RestartInPlace, m.Swap, m.Shrink, m.Grow, m.Requeue)
 """Actions that end with another attempt; their outcome is that attempt's first train_step."""
 
 
@@ -22,6 +22,8 @@ class SiteView(Noun, frozen=True, kw_only=True):
 
     allocations: tuple[Allocation, ...] = ()
     may_drain: bool = False
+    has_drains: bool = True
+    """False where there is no scheduler that could take a node out for everybody."""
     can_feed: bool = False
     can_requeue: bool = False
     launch_refused: tuple[Node, ...] = ()
@@ -52,8 +54,22 @@ def expected(state: RunState, site: SiteView) -> int:
     )
 
 
+_UNSEEN_S = 60.0
+"""A job that was just submitted may not be in the scheduler's answer yet."""
+
+
+def feeding(state: RunState, site: SiteView, now_s: float) -> int:
+    """Nodes of feeder jobs that are asked for and have not started."""
+    listed = {a.job: a.state for a in site.allocations}
+    count = sum(a.action.nodes for a in state.open(m.Feed) if isinstance(a.action, m.Feed))
+    for feeder in state.feeders:
+        waits = listed.get(feeder.job) in ("PENDING", "CONFIGURING")
+        unseen = feeder.job not in listed and now_s < feeder.at_s + _UNSEEN_S
+        count += feeder.nodes if waits or unseen else 0
+    return count
+
+
 def situation(state: RunState, site: SiteView, run: RunFile, *, now_s: float) -> Situation:
-    pending = [a for a in site.allocations if a.feeder and a.state in ("PENDING", "CONFIGURING")]
     plan = state.evidence.current.plan if state.evidence.current else None
     return Situation(
         now_s=now_s,
@@ -66,10 +82,11 @@ def situation(state: RunState, site: SiteView, run: RunFile, *, now_s: float) ->
         usable=usable(state, site),
         excluded=tuple(state.excluded),
         expected=expected(state, site),
-        feeding=sum(max(1, len(a.nodes)) for a in pending) + len(state.open(m.Feed)),
+        feeding=feeding(state, site, now_s),
         can_feed=site.can_feed and run.cluster.feed,
         can_requeue=site.can_requeue,
         may_drain=site.may_drain,
+        has_drains=site.has_drains,
         drains_last_hour=sum(1 for t in state.drains_s if t > now_s - 3600),
         failures_without_progress=state.failures_without_progress,
         waiting_since_s=state.waiting_since_s,
@@ -110,6 +127,7 @@ def may_plan(state: RunState) -> bool:
         and state.ended is None
         and not state.unsettled
         and not state.open(m.Requeue)
+        and not state.open(m.RollBack)
     )
 
 

@@ -43,6 +43,8 @@ class Policy(Noun, frozen=True, kw_only=True):
     """The catalogue: code -> what it means (XID 154 is read by its text, rules_node.py)."""
     settle_s: float = 2.0
     """After a rank's death, wait this long for the kernel's word before blaming the program."""
+    echo_s: float = 6.0
+    """The same where every rank that died only saw a peer go: a lost node is noticed within this."""
     burst_s: float = 60.0
     """Hardware events of one class within this time count as one cause when their reach is measured."""
     many_nodes: int = 3

@@ -83,9 +83,13 @@ class Restore(Noun, frozen=True, kw_only=True):
 
 
 class BadCheckpoint(Noun, frozen=True, kw_only=True):
+    """A checkpoint that was passed over."""
+
     train_step: int
     path: str
     why: str
+    unfinished: bool = False
+    """It was never committed: a save that something interrupted, no fault of the checkpoint's."""
 
 
 class Choice(Noun, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast.reliability.attempt import State
-from outlast.reliability.evidence import AttemptFacts, ExitFact, Failure, failure_of, primary_exit
+from outlast.reliability.evidence import ECHO_CLASSES, AttemptFacts, ExitFact, Failure, failure_of, primary_exit
 from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding, Pending
 
@@ -49,7 +49,9 @@ def dead_ranks(case: Case) -> Iterator[Finding]:
     first = primary_exit(now.exits)
     if first is None:
         return
-    due = min(f.seen_s for f in now.exits if not f.exit.asked) + case.policy.settle_s
+    # ranks that only saw a peer go: its node's end may be noticed a little later
+    patience = case.policy.settle_s if first.exit.error_class not in ECHO_CLASSES else case.policy.echo_s
+    due = min(f.seen_s for f in now.exits if not f.exit.asked) + patience
     if case.now_s < due:
         yield Pending(again_at_s=due, why="the kernel's word on a rank that died")
         return
@@ -61,12 +63,12 @@ def explain_exit(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     gone = first.exit
     if gone.exit_code in (16, 17):
         return _rerun(case, now, first)
+    if gone.error_class in ECHO_CLASSES:
+        return _only_echoes(now, first)
     if gone.phase == "load" and gone.exception.split(":")[0].rsplit(".", 1)[-1] in _CHECKPOINT_ERRORS:
         return _bad_checkpoint(now, first)
     if gone.exception or gone.error_class in ("app_exception", "oom_job", "data_error"):
         return _program(case, now, first)
-    if gone.error_class in ("peer_died", "nccl_timeout_victim"):
-        return _only_echoes(now, first)
     return _unexplained(case, now, first)
 
 
@@ -281,7 +283,7 @@ def bad_checkpoints(case: Case) -> Iterator[Finding]:
     for fact in case.evidence.bad_checkpoints:
         bad = fact.checkpoint
         yield Verdict(
-            key=f"checkpoint:{bad.train_step}:{bad.why}",
+            key=f"checkpoint:{fact.seq}",
             kind=Kind.CHECKPOINT_UNUSABLE,
             scope=Scope.CHECKPOINT,
             rule="does_not_verify",

@@ -50,6 +50,14 @@ class OpenAct(Noun, frozen=True, kw_only=True):
     at_s: float
 
 
+class Feeder(Noun, frozen=True, kw_only=True):
+    """A feeder job that was submitted."""
+
+    job: JobId
+    nodes: int
+    at_s: float
+
+
 class Incident(Noun, frozen=True, kw_only=True):
     number: int
     at_s: float
@@ -72,7 +80,7 @@ class RunState(Noun, frozen=True, kw_only=True):
     open_acts: Mapping[int, OpenAct] = msgspec.field(default_factory=dict)
     drains_s: tuple[float, ...] = ()
     """When drains were intended."""
-    feeders: tuple[JobId, ...] = ()
+    feeders: tuple[Feeder, ...] = ()
     requeued_for: frozenset[Node] = frozenset()
     """Nodes for which the allocation was already given back once."""
     failures_without_progress: int = 0
@@ -125,7 +133,7 @@ def advance(state: RunState, event: LogEvent) -> RunState:
         case Intent() as intent:
             return _advance_intent(state, event, intent)
         case Outcome() as outcome:
-            return _advance_outcome(state, outcome)
+            return _advance_outcome(state, event, outcome)
         case AttemptPlanned():
             return replaced(  # type: ignore[no-any-return]
                 state,
@@ -203,13 +211,17 @@ def _advance_intent(state: RunState, event: LogEvent, intent: Intent) -> RunStat
     return replaced(state, **changes)  # type: ignore[no-any-return]
 
 
-def _advance_outcome(state: RunState, outcome: Outcome) -> RunState:
+def _advance_outcome(state: RunState, event: LogEvent, outcome: Outcome) -> RunState:
     act = state.open_acts.get(outcome.act)
     if act is None:
         return state
     changes: dict[str, Any] = {"open_acts": {n: a for n, a in state.open_acts.items() if n != outcome.act}}
     if isinstance(act.action, m.Feed) and outcome.ok:
-        changes["feeders"] = (*state.feeders, JobId(outcome.detail))
+        feeder = Feeder(job=JobId(outcome.detail), nodes=act.action.nodes, at_s=event.at_s)
+        changes["feeders"] = (*state.feeders, feeder)
+    if isinstance(act.action, m.RollBack) and outcome.ok:
+        # it lies elsewhere now: a new one of the same train_step is another checkpoint
+        changes["quarantined"] = tuple(s for s in state.quarantined if s != act.action.quarantine)
     return replaced(state, **changes)  # type: ignore[no-any-return]
 
 

@@ -190,9 +190,9 @@ class Supervisor:
         self.again_at_s = judgement.again_at_s
         for verdict in judgement.verdicts:
             self.record(Judged(incident=len(self.state.incidents) + 1, verdict=verdict))
-            self._settle(len(self.state.incidents))
-        for number in tuple(self.state.unsettled):
-            self._settle(number)
+        if self.watch.asked:  # what this user may do at this site is known
+            for number in tuple(self.state.unsettled):
+                self._settle(number)
         for act in tuple(self.state.open_acts.values()):
             self._perform(act)
 

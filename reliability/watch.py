@@ -66,7 +66,9 @@ class SiteWatch:
 
     def __init__(self, parts: Parts, put: Callable[[object], None]) -> None:
         self.parts, self.put = parts, put
-        self.site = SiteView(can_feed=parts.can_feed, can_requeue=parts.can_requeue)
+        self.site = SiteView(can_feed=parts.can_feed, can_requeue=parts.can_requeue, has_drains=parts.has_drains)
+        self.asked = False
+        """The scheduler was asked at least once, with or without an answer."""
         self.answered_mono_s = float("-inf")
         """When the newest answer was asked for."""
         self.nodes: tuple[Node, ...] = ()
@@ -86,6 +88,7 @@ class SiteWatch:
                 self.put(await self._ask())
             except PortError as error:
                 self.put(SiteSilent(why=str(error)))
+            self.asked = True
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poke.wait(), self.parts.poll_s)
 

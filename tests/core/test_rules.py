@@ -101,7 +101,8 @@ def test_ranks_that_only_saw_a_peer_go_do_not_lead():
 def test_only_echoes_is_ambiguous():
     story = Story().train(through=12)
     story.exit(0, error_class="peer_died")
-    assert story.later(3).verdict().kind is Kind.AMBIGUOUS
+    assert story.later(3).verdicts() == ()  # a node may be lost, its agent is not missed yet
+    assert story.later(4).verdict().kind is Kind.AMBIGUOUS
 
 
 def test_the_same_exception_at_the_same_step_three_times_is_held():

@@ -1,0 +1,377 @@
+"""The real supervisor in a simulated world: whole runs in milliseconds, killed at every line of the log."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outlast.reliability import model as m
+from outlast.reliability.eventlog import EventLog, read_events
+from outlast.reliability.events import AttemptPlanned, EpochTaken, Intent, Judged, LogEvent, Outcome, RunEnded, RunStarted
+from outlast.reliability.fence import Fence, take
+from outlast.reliability.goodput import ledger
+from outlast.reliability.model import Node, Rank
+from outlast.reliability.parts import Parts
+from outlast.reliability.policy import Policy
+from outlast.reliability.rundir import RunDir
+from outlast.reliability.runfile import Checkpoint, Cluster, LayoutAsked, Limits, RunFile, Task
+from outlast.reliability.runstate import replay
+from outlast.reliability.sim import SimBoard, SimClock, SimCluster, SimLoop, SimStore, SimWorld
+from outlast.reliability.supervise import wanted
+from outlast.reliability.supervisor import Supervisor
+from outlast.reliability.wire import RankSpec, RankStack, Seat
+
+TARGET = 60
+
+
+class Row(m.Noun, frozen=True, kw_only=True):
+    name: str = "x"
+    blames: str = "gpu"
+    class_: str = "gpu_bus_loss"
+    alone: bool = True
+    convicts: bool = True
+    drains: bool = True
+    stops_training: bool = True
+
+
+def row(code):
+    if code in (79, 95):
+        return Row(class_=f"class {code}")
+    return Row(blames="program", class_="gpu_app_fault", convicts=False, drains=False)
+
+
+class Starter:
+    def ranks(self, run, run_dir, plan, *, addresses, master_port):
+        last = len(plan.ranks) - 1
+        return tuple(
+            RankSpec(placement=p, env={"RESTORE": str(plan.restore_step)}, argv=("t",), reports=p.rank == last)
+            for p in plan.ranks
+        )
+
+    def legal(self, run, layout):
+        return ""
+
+
+class Pages:
+    def __init__(self):
+        self.titles = []
+
+    def page(self, title, text):
+        self.titles.append(title)
+
+
+def suspect(stacks: tuple[RankStack, ...]) -> tuple[Rank | None, str]:
+    for stack in stacks:
+        if stack.process_state == "T":
+            return stack.rank, "stopped (T)"
+    return None, "nobody stands out"
+
+
+class Killed(BaseException):
+    """kill -9 of the supervisor."""
+
+
+class World:
+    """One run in a simulated world, over as many supervisors as it takes."""
+
+    def __init__(self, tmp_path, nodes="abc", wanted_nodes=2, nodes_min=1, kind="local", may_drain=True, **limits):
+        self.loop = SimLoop()
+        self.world = SimWorld(self.loop, nodes, TARGET, may_drain)
+        self.run_dir = RunDir(root=tmp_path)
+        values = {"wait_for_spare_s": 0.0, "hang_floor_s": 5.0, "settle_s": 1.0, "agent_silent_s": 4.0, **limits}
+        self.run = RunFile(
+            name="t",
+            task=Task(module="t"),
+            cluster=Cluster(kind=kind, nodes=wanted_nodes, nodes_min=nodes_min, ranks_per_node=2),
+            layout=LayoutAsked(tp=2, global_batch=8),
+            train_steps=TARGET,
+            checkpoint=Checkpoint(every_steps=10),
+            limits=Limits(**values),
+        )
+        self.pages = Pages()
+        self.clock = SimClock(self.loop)
+        self.kill_at: int | None = None
+
+    def parts(self, board, on_event):
+        return Parts(
+            run_dir=self.run_dir,
+            run=self.run,
+            cluster=SimCluster(self.world),
+            store=SimStore(self.world),
+            starter=Starter(),
+            pager=self.pages,
+            clock=self.clock,
+            policy=Policy(xid=row, settle_s=self.run.limits.settle_s),
+            board=board,
+            find_suspect=suspect,
+            on_event=on_event,
+            can_feed=self.run.cluster.kind == "slurm",
+            poll_s=1.0,
+        )
+
+    async def _supervise(self) -> int:
+        seat = take(self.run_dir, Seat(epoch=0, node="", pid=1, host="", port=1, at_s=0))
+        fence = Fence(self.run_dir, seat)
+        log, past = EventLog.open(self.run_dir.events, seat.epoch, clock=self.clock, boot="b", guard=fence.check)
+
+        def on_event(event: LogEvent) -> None:
+            if self.kill_at is not None and event.seq >= self.kill_at:
+                self.kill_at = None
+                raise Killed
+
+        supervisor = Supervisor(self.parts(SimBoard(self.world), on_event), log, fence, replay(past.events))
+        supervisor.record(EpochTaken(epoch=seat.epoch, node="", pid=1, why="test"))
+        if supervisor.state.started is None:
+            layout = wanted(self.run.layout, nodes=self.run.cluster.nodes, ranks_per_node=2)
+            supervisor.record(
+                RunStarted(run="t", run_file_sha256="", train_steps=TARGET, layout=layout, nodes=2, spares=1)
+            )
+        living = asyncio.create_task(self.world.live())
+        try:
+            return await asyncio.wait_for(supervisor.run(), 900)
+        finally:
+            living.cancel()
+            log.close()
+            self.state = supervisor.state
+
+    def go(self, limit_s: float = 600.0) -> int | None:
+        """Until the run is over or virtual time is up (None); a killed supervisor is followed by the next."""
+        asyncio.set_event_loop(self.loop)
+        while self.loop.now_s < 1_000.0 + limit_s:
+            try:
+                return self.loop.run_until_complete(asyncio.wait_for(self._supervise(), limit_s))
+            except Killed:
+                for task in (tasks := asyncio.all_tasks(self.loop)):
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+                self.world.board = None
+                self.loop.now_s += 2.0
+            except TimeoutError:
+                return None
+        return None
+
+    @property
+    def events(self):
+        return read_events(self.run_dir.events).events
+
+    def of(self, kind):
+        return [e.body for e in self.events if isinstance(e.body, kind)]
+
+    def check_laws(self, *, good_drained: bool = False) -> None:
+        """What must hold of every run, whatever happened in it."""
+        events = self.events
+        # replaying gives exactly the state that the last supervisor had
+        assert replay(events) == self.state
+        # the ledger sums to the wall time
+        book = ledger(events)
+        assert sum(e.seconds_s for e in book.entries) == pytest.approx(book.wall_s, abs=1e-6)
+        # no good node is drained, never more than the budget
+        for node, _ in self.world.drained:
+            assert self.world.nodes[node].broken, f"{node} was drained and is good"
+        times = [e.at_s for e in events if isinstance(e.body, Intent) and isinstance(e.body.action, m.Drain)]
+        for a in times:
+            assert sum(1 for t in times if a - 3600 < t <= a) <= self.run.limits.drains_per_hour
+        # an attempt never starts on a convicted node
+        convicted: set[Node] = set()
+        for event in events:
+            match event.body:
+                case Judged(verdict=v) if v.convicts and v.node:
+                    convicted.add(v.node)
+                case AttemptPlanned(plan=plan):
+                    assert not convicted & set(plan.nodes)
+        # every act has an intent before it, and no intent stands twice
+        acts = [b.act for b in self.of(Intent)]
+        assert acts == sorted(set(acts))
+        assert len(self.of(Outcome)) == len({b.act for b in self.of(Outcome)})
+
+    def check_finished(self) -> None:
+        (ended,) = self.of(RunEnded)
+        assert ended.outcome == "finished"
+        assert sorted(self.world.lineage) == list(range(1, TARGET + 1))
+
+
+def test_an_undisturbed_run_finishes_in_one_attempt(tmp_path):
+    world = World(tmp_path)
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert len(world.of(AttemptPlanned)) == 1 and not world.of(Judged)
+
+
+def test_a_gpu_lost_is_swapped_for_the_spare_and_drained(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(24, lambda w: w.xid(Node("a"), 79))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert [n for n, _ in world.world.drained] == ["a"]
+    plans = [b.plan for b in world.of(AttemptPlanned)]
+    assert [p.nodes for p in plans] == [("a", "b"), ("c", "b")] and plans[1].restore_step == 20
+
+
+def test_an_exception_restarts_in_place(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(24, lambda w: w.kill_rank(1, exception="ValueError: boom"))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert [b.plan.nodes for b in world.of(AttemptPlanned)] == [("a", "b"), ("a", "b")]
+
+
+def test_no_spare_left_shrinks_and_keeps_the_batch(tmp_path):
+    world = World(tmp_path, nodes="ab")
+    world.world.at_step(24, lambda w: w.crash(Node("b")))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert [b.plan.layout.dp for b in world.of(AttemptPlanned)] == [2, 1]
+
+
+def test_a_feeder_brings_a_replacement_and_the_run_grows_back_at_a_checkpoint(tmp_path):
+    world = World(tmp_path, nodes="ab", kind="slurm")
+    world.world.at_step(24, lambda w: w.crash(Node("b")))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    plans = [b.plan for b in world.of(AttemptPlanned)]
+    assert [p.layout.dp for p in plans] == [2, 1, 2]
+    assert plans[2].restore_step > plans[1].restore_step
+    assert world.world.calls.count("feed 1") == 1
+
+
+def test_a_hang_names_the_rank_and_restarts(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(24, lambda w: w.hang(2))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    (judged,) = world.of(Judged)
+    assert judged.verdict.rank == 2 and not judged.verdict.convicts
+
+
+def test_the_same_exception_for_ever_is_held_and_goes_on_when_asked(tmp_path):
+    world = World(tmp_path, hold_max_s=100.0)
+
+    def again(w):
+        w.kill_rank(0, exception="KeyError: doc_881")
+        w.at_step(24, again)
+
+    world.world.at_step(24, again)
+    assert world.go() == 1
+    world.check_laws()
+    assert len(world.of(AttemptPlanned)) == 3
+    assert world.of(RunEnded)[0].outcome == "failed"
+    assert any("held" in title for title in world.pages.titles)
+
+
+def test_a_torn_checkpoint_is_set_aside_and_the_one_before_it_restored(tmp_path):
+    world = World(tmp_path)
+
+    def tear(w):
+        w.durable[30] = "__3_1.distcp: truncated"
+        w.kill_rank(1, exception="ValueError: boom")
+
+    world.world.at_step(34, tear)
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert world.of(AttemptPlanned)[1].plan.restore_step == 20
+    assert world.world.set_aside == {30}
+
+
+def test_an_admins_drain_is_obeyed_at_a_checkpoint_and_left_as_it_is(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(24, lambda w: w.admin_drain(Node("a"), "DIMM swap, ticket 5512"))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert world.of(AttemptPlanned)[1].plan.nodes == ("c", "b")
+    assert world.world.nodes[Node("a")].reason == "DIMM swap, ticket 5512" and not world.world.drained
+
+
+def test_one_cause_on_many_nodes_drains_none(tmp_path):
+    world = World(tmp_path, nodes="abcdef", wanted_nodes=4, nodes_min=4)
+
+    def everywhere(w):
+        for node in "abcd":
+            w.tell(Node(node), m.XidSeen(node=Node(node), at_s=0, code=79, gpu="0000:3b:00"))
+
+    world.world.at_step(24, everywhere)
+    world.go(60)
+    world.check_laws()
+    assert len(world.world.drained) <= world.run.limits.drains_per_hour
+
+
+def test_a_silent_scheduler_costs_no_training(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(12, lambda w: setattr(w, "silent_scheduler", True))
+    world.world.at_step(24, lambda w: w.kill_rank(1, posix_signal=9))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+
+
+FAULTS = {
+    "xid": lambda w: w.xid(next(iter(w.gang.nodes)), 79),
+    "exception": lambda w: w.kill_rank(1, exception="ValueError: boom"),
+    "sigkill": lambda w: w.kill_rank(0, posix_signal=9),
+    "hang": lambda w: w.hang(1),
+    "crash": lambda w: w.crash(w.gang.nodes[-1]),
+    "app_xid": lambda w: w.xid(w.gang.nodes[0], 31),
+    "drain": lambda w: w.admin_drain(w.gang.nodes[0], "ticket 1"),
+}
+
+
+def broken_run(tmp_path, faults, kill_at=None):
+    world = World(tmp_path, nodes="abcdef", attempts_without_progress=6)
+    for step, name in faults:
+        world.world.at_step(step, FAULTS[name])
+    world.kill_at = kill_at
+    code = world.go()
+    return world, code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_supervisor_killed_at_lines_of_the_log_loses_nothing_and_does_nothing_twice(tmp_path, fault):
+    killed_at(tmp_path, fault, each=7)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_supervisor_killed_at_every_line_loses_nothing_and_does_nothing_twice(tmp_path, fault):
+    killed_at(tmp_path, fault, each=1)
+
+
+def killed_at(tmp_path, fault, each):
+    plain, code = broken_run(tmp_path / "plain", [(24, fault)])
+    assert code == 0
+    lines = len(plain.events)
+    for n in range(1, lines, each):
+        world, code = broken_run(tmp_path / str(n), [(24, fault)], kill_at=n)
+        assert code == 0, f"killed at line {n}"
+        world.check_finished()
+        world.check_laws()
+        assert world.world.drained == plain.world.drained or [n for n, _ in world.world.drained] == [
+            n for n, _ in plain.world.drained
+        ]
+
+
+counter = itertools.count()
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    faults=st.lists(st.tuples(st.integers(2, 58), st.sampled_from(sorted(FAULTS))), max_size=4),
+    kill_at=st.none() | st.integers(1, 120),
+)
+def test_whatever_happens_the_laws_hold_and_the_run_ends(tmp_path, faults, kill_at):
+    world, code = broken_run(tmp_path / str(next(counter)), faults, kill_at)
+    world.check_laws()
+    assert code == 0
+    world.check_finished()
