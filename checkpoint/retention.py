@@ -25,7 +25,7 @@ def plan_removal(durable: Sequence[int], *, keep_last: int, keep: Collection[int
     """
     sound = sorted(step for step in durable if step <= verified)
     old = sound[: max(0, len(sound) - max(keep_last, 1))]
-    return tuple(step for step in old if step not in keep and step != verified)
+    return tuple(step for step in old if step not in keep)
 
 
 def read_leases(root: Path) -> frozenset[int]:

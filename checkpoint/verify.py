@@ -51,7 +51,7 @@ class HashCache:
 
 def hash_open_file(fd: int) -> str:
     digest = xxhash.xxh3_128()
-    buffer = bytearray(CHUNK_BYTES)
+    buffer = bytearray(max(1, min(CHUNK_BYTES, os.fstat(fd).st_size)))
     view = memoryview(buffer)
     while n := os.readv(fd, [buffer]):
         digest.update(view[:n])

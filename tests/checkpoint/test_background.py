@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -166,4 +167,8 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     assert process_state(grandchild) in ("S", "R")
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    wait_for(lambda: process_state(grandchild) in ("", "Z"))
+    try:
+        wait_for(lambda: process_state(grandchild) in ("", "Z"))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(grandchild, signal.SIGKILL)

@@ -39,7 +39,7 @@ def whole(value: float) -> torch.Tensor:
 def make_state(rank: int, world_size: int, value: float) -> dict[str, Any]:
     """Rows of one matrix sharded over ranks, a view into a larger buffer, a replicated vector, an object a rank."""
     rows = ROWS // world_size
-    buffer = torch.zeros(ROWS, COLUMNS)
+    buffer = torch.zeros(4096, COLUMNS)
     buffer[:rows] = whole(value)[rank * rows : (rank + 1) * rows]
     return {
         "model": {
@@ -85,6 +85,9 @@ def test_a_save_is_a_snapshot_and_loads_without_us_and_into_another_size(run_ran
         assert train_step == 10 and said_hold_s == hold_s and 0 < hold_s < durable_s
     choice = Store(root).choose(quarantined=())
     assert choice.restore is not None and choice.restore.train_step == 10 and choice.restore.samples == 80
+
+    shards = list(Path(choice.restore.path).glob("*.distcp"))
+    assert len(shards) == 2 and sum(path.stat().st_size for path in shards) < 40_000, "views, not their whole buffers"
 
     def load_three(rank: int) -> Any:
         template = make_state(rank, 3, 0.0)
