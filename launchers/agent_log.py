@@ -36,7 +36,7 @@ class _File(logging.handlers.RotatingFileHandler):
         if self.stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 self.stream.close()
-            self.stream = None  # type: ignore[assignment]
+            self.stream = None
 
 
 class AgentLog:

@@ -7,6 +7,7 @@ It knows pids alone: a process of another job on a shared node is not ours to ju
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
@@ -32,7 +33,8 @@ def still_held(pids: Collection[int]) -> tuple[str, ...]:
     try:
         holders = {int(pid): int(used_bytes) for pid, used_bytes in json.loads(asked.stdout)}
     except (ValueError, TypeError):
-        return ()  # no driver here: NVML could not be opened
+        said = asked.stderr.decode(errors="backslashreplace").strip()[-200:]
+        return (f"NVML gave no answer ({said or asked.returncode}): whether GPU memory is free is not known",)
     ours = {pid: used for pid, used in holders.items() if pid in pids or not os.path.exists(f"/proc/{pid}")}
     return tuple(f"pid {pid} still holds {used} bytes of GPU memory" for pid, used in sorted(ours.items()))
 
@@ -48,15 +50,20 @@ def _has_library() -> bool:
 
 
 def main() -> int:
-    """Print [[pid, used_bytes], ...] of all compute processes as JSON; exit 1 where NVML cannot be asked."""
+    """Print [[pid, used_bytes], ...] of all compute processes as JSON; a GPU that is lost holds nothing for anybody."""
     nvml = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
-        devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        found = [p for device in devices for p in nvml.nvmlDeviceGetComputeRunningProcesses(device)]
-    except nvml.NVMLError as e:
-        sys.stderr.write(f"{e}\n")
-        return 1
+    except nvml.NVMLError:
+        sys.stdout.write("[]")  # no driver: no GPU that could be held
+        return 0
+    found = []
+    for i in range(nvml.nvmlDeviceGetCount()):
+        for version in ("_v3", "_v2"):  # the older one for older drivers
+            with contextlib.suppress(nvml.NVMLError):
+                ask = getattr(nvml, f"nvmlDeviceGetComputeRunningProcesses{version}")
+                found += ask(nvml.nvmlDeviceGetHandleByIndex(i))
+                break
     sys.stdout.write(json.dumps([[p.pid, p.usedGpuMemory or 0] for p in found]))
     return 0
 

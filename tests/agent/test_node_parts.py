@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.launchers import after_import, node_env, reap
+from outlast.launchers import after_import, gpu_clear, node_env, reap
 from outlast.launchers.held import HeldRank, Holding, compose_beat, earliest_phase
 from outlast.launchers.local import node_names
 from outlast.launchers.logs import RankLog
@@ -236,3 +236,20 @@ def test_strays_are_buried_at_the_second_look() -> None:
     assert child in first and reap.read_proc(child) is not None
     assert child not in reap.reap_strays(frozenset({child}))
     assert reap.read_proc(child) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hangs", "found"), [(False, ()), (True, ("NVML did not answer within 1 s",))])
+def test_gpu_memory_is_asked_for_with_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool, found: tuple[str, ...]
+) -> None:
+    source = Path(__file__).parents[1] / "data" / "nvml" / "fake_nvml.c"
+    library = tmp_path / "libnvidia-ml.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60.0)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(gpu_clear, "_has_library", lambda: True)
+    if hangs:
+        monkeypatch.setenv("FAKE_NVML_HANG", "1")
+        monkeypatch.setattr(gpu_clear, "ASK_S", 1.0)
+    said = gpu_clear.still_held({1, 2})
+    assert tuple(text.split(":")[0] for text in said) == found
