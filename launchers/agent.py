@@ -247,13 +247,18 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
     code = await agent.work()
     if code == 0:
         await _until(lambda: not successor.alive, LAST_WORD_S)  # the run's last supervisor may be our own child
+    await _part(link, talking)
+    await asyncio.to_thread(pump.close, 2.0)
+    return code
+
+
+async def _part(link: AgentLink, talking: list[asyncio.Task[None]]) -> None:
+    """Let the last words out, then hang up."""
     if link.connected:
         await link.flush(FLUSH_S)
     for task in talking:
         task.cancel()
     await asyncio.wait(talking, timeout=1.0)
-    await asyncio.to_thread(pump.close, 2.0)
-    return code
 
 
 async def _again(part: Callable[[], Awaitable[None]]) -> None:
