@@ -212,19 +212,17 @@ class Agent:
 async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, nest: Nest) -> int:
     """One agent's life, from the parts to its exit code."""
     pump = Pump()
-    modules = adapt.for_run(run).preload(run)
     keeper = Keeper(
         run,
         run_dir,
         me.node,
         nest,
         pump,
-        modules=modules,
+        modules=adapt.for_run(run).preload(run),
         hear=lambda s: link.report(s),
         on_change=lambda: link.beat_now(),
     )
     agent = Agent(run_dir, run, me.node, keeper, hear=lambda s: link.report(s), address=me.address)
-    lease_s = run.limits.lease_s
     link = AgentLink(
         run_dir=run_dir,
         secret=secret,
@@ -232,7 +230,7 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
         beat=lambda: agent.beat(link.steps_through),
         handle=agent.handle,
         note=log.info,
-        lease_s=lease_s,
+        lease_s=run.limits.lease_s,
     )
     successor = Successor(run_dir, me.node, keep=keeper.helpers.add)
 
@@ -240,7 +238,7 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
         log.warning("starting a supervisor for epoch %d: pid %d", epoch, successor.start())
 
     election = Election(
-        run_dir=run_dir, me=me.node, lease=link, lease_s=lease_s, start_successor=succeed, note=log.info
+        run_dir=run_dir, me=me.node, lease=link, lease_s=run.limits.lease_s, start_successor=succeed, note=log.info
     )
     end_on_signals(agent)
     talking = [asyncio.create_task(_again(part)) for part in (link.run, election.run)]
