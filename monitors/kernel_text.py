@@ -57,7 +57,9 @@ _CTIME: Final = re.compile(
     rf"\[(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) )?{_MON} {{1,2}}([0-9]{{1,2}}) {_HMS} ([0-9]{{4}})\] ?"
 )
 _BRACKET_ISO: Final = re.compile(rf"\[{_ISO}\] ?")
-_ISO_STAMP: Final = re.compile(rf"(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) )?{_ISO}(?: [A-Z]{{3,5}})? ")
+_ISO_STAMP: Final = re.compile(rf"{_ISO} ")
+_FULL_STAMP: Final = re.compile(rf"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) {_ISO} (?:[A-Z]{{3,5}} )?")
+"""journalctl -o short-full: only here a zone's name follows, elsewhere a word in capitals begins the message."""
 _RFC3164: Final = re.compile(rf"{_MON} {{1,2}}([0-9]{{1,2}}) (?:([0-9]{{4}}) )?{_HMS} ")
 _UNIX: Final = re.compile(r"(1[0-9]{9}\.[0-9]{1,9}) ")
 _CLOCK: Final = re.compile(r"[0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})? {1,3}")
@@ -190,6 +192,7 @@ _STEPS: Final[tuple[tuple[re.Pattern[str], Callable[[_Parts, re.Match[str]], Non
     (_DELTA, lambda p, m: None),
     (_DECODED, _take_decoded),
     (_ISO_STAMP, _take_iso),
+    (_FULL_STAMP, _take_iso),
     (_RFC3164, _take_rfc3164),
     (_UNIX, _take_unix),
     (_CLOCK, lambda p, m: None),
