@@ -30,6 +30,10 @@ class NotWhole(CheckpointError):
         self.problems = problems
 
 
+class NotCommitted(NotWhole):
+    """It has no commit marker: a save that something interrupted or that is under way, no fault of its files."""
+
+
 class SaveFailed(CheckpointError):
     """A save did not become durable. Its directory stays uncommitted; older checkpoints are untouched."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.checkpoint.commit import replace_file, write_tracker
-from outlast.checkpoint.errors import CheckpointError, NotWhole, StoreError
+from outlast.checkpoint.errors import CheckpointError, NotCommitted, NotWhole, StoreError
 from outlast.checkpoint.manifest import MARKER, Manifest
 from outlast.checkpoint.names import ASIDE, LEASES, QUARANTINE, TRACKER, name_step, parse_step
 from outlast.checkpoint.ops import Ops, RealOps
@@ -44,7 +44,8 @@ class Reason(Noun, frozen=True, kw_only=True):
 
 def _bad(step: int, path: Path, error: NotWhole) -> BadCheckpoint:
     why = "; ".join(error.problems)
-    return BadCheckpoint(train_step=step, path=str(path), why=why, unfinished=not (path / MARKER).exists())
+    # said by what was found, not by looking again: a directory that cannot be read now may well be a committed one
+    return BadCheckpoint(train_step=step, path=str(path), why=why, unfinished=isinstance(error, NotCommitted))
 
 
 class Store:

@@ -19,7 +19,7 @@ from typing import Final
 
 import xxhash
 
-from outlast.checkpoint.errors import ManifestError, NotWhole
+from outlast.checkpoint.errors import ManifestError, NotCommitted, NotWhole
 from outlast.checkpoint.manifest import MANIFEST, MARKER, FileEntry, Found, Manifest, check, open_marked
 
 CHUNK_BYTES: Final = 4 << 20
@@ -66,7 +66,7 @@ def read_manifest(directory: Path) -> Manifest:
             raise NotWhole(name, ("is a symbolic link (refused)",))
         marker = _read_small(directory, MARKER, MARKER_MAX_BYTES)
         if marker is None:
-            raise NotWhole(name, (f"no {MARKER}: a save that did not finish, or not one of ours",))
+            raise NotCommitted(name, (f"no {MARKER}: a save that did not finish, or not one of ours",))
         raw = _read_small(directory, MANIFEST, MANIFEST_MAX_BYTES)
         if raw is None:
             raise NotWhole(name, (f"{MANIFEST}: missing, though {MARKER} is there",))

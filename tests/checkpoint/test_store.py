@@ -124,6 +124,7 @@ def test_a_damaged_one_is_passed_over_and_said_why(root: Path, name: str, damage
     assert choice.restore is not None and choice.restore.train_step == 20
     (bad,) = choice.passed_over
     assert bad.train_step == 30 and words in bad.why, bad.why
+    assert bad.unfinished == (words == "no COMMITTED"), "only a save that never finished is no incident"
     with pytest.raises(NotWhole, match="Not restored; take an older one"):
         verify(root / "iter_0000030")
 
@@ -325,10 +326,11 @@ def test_a_directory_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path, nob
         choice = Store(root).choose(quarantined=())
         assert choice.restore is not None and choice.restore.train_step == 10
         assert "cannot be read (Permission denied)" in choice.passed_over[0].why
-        (root / "iter_0000010" / "COMMITTED").chmod(0)
+        (root / "iter_0000010").chmod(0)
         with pytest.raises(StoreError, match="2 could not be read") as e:
             Store(root).choose(quarantined=())
         assert e.value.again
+        (root / "iter_0000010").chmod(0o700)
 
 
 def test_a_read_only_directory_refuses_changes_with_words(tmp_path: Path, nobody: None) -> None:

@@ -131,7 +131,7 @@ def test_set_aside(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_pruners_at_once_lose_nothing(tmp_path: Path) -> None:
-    for n in range(20):
+    for n in range(6):
         root = tmp_path / str(n)
         for step in range(10, 100, 10):
             make_checkpoint(root, step)
