@@ -221,7 +221,8 @@ class AgentLink:
                 wait_s = _TRY_S[0]
             # a crowd that lost its supervisor together must not come back in step
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._moved.wait(), wait_s * random.uniform(0.5, 1.0))
+                async with asyncio.timeout(wait_s * random.uniform(0.5, 1.0)):
+                    await self._moved.wait()
             wait_s = min(2 * wait_s, _TRY_S[1])
 
     async def _meet(self, seat: Seat) -> bool:
@@ -244,12 +245,14 @@ class AgentLink:
     # ------------------------------------------------------------ one connection
 
     async def _talk(self, seat: Seat) -> None:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(seat.host, seat.port), _CONNECT_S)
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(seat.host, seat.port)
         beats: asyncio.Task[None] | None = None
         try:
             nonce = os.urandom(NONCE_BYTES)
             side = AgentSide(secret=self._secret, node=self._me.node, epoch=seat.epoch, nonce=nonce)
-            await asyncio.wait_for(_prove(side, reader, writer), _CONNECT_S)
+            async with asyncio.timeout(_CONNECT_S):
+                await _prove(side, reader, writer)
             wire = self._wire = _Wire(side, writer, seat.epoch)
             wire.send(self._hello())
             beats = asyncio.create_task(self._beat_forever(wire))
@@ -288,7 +291,9 @@ class AgentLink:
                 wire.send(beat)
                 self._flush()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._beat_now.wait(), self._beat_s)
+                # not wait_for, which forgets a cancellation that comes together with the event (Python 3.11)
+                async with asyncio.timeout(self._beat_s):
+                    await self._beat_now.wait()
 
     async def _hear(self, wire: _Wire, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(65_536):

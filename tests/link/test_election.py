@@ -216,6 +216,35 @@ def test_with_all_alive_the_lowest_starts_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_in_a_large_run_who_sees_a_lower_one_alive_reads_no_further(tmp_path: Path) -> None:
+    """80 agents, the first of them dead; only the next in order ever looks at all of them."""
+    run_dir = RunDir(root=tmp_path)
+    roster = tuple(Node(f"n{i:02d}") for i in range(80))
+
+    async def test() -> None:
+        leases = {n: Lease(roster=roster) for n in roster[1:]}
+        started: list[tuple[Node, int]] = []
+        made = elections(run_dir, leases, started)
+        for election in made.values():
+            election._show_s, election._fresh_s, election._turn_s = 0.2, 2.0, 60.0
+        tasks = [asyncio.create_task(e.run()) for e in made.values()]
+        await asyncio.sleep(0.5)
+        for lease in leases.values():
+            lease.lease_age_s = 1.0
+        deadline_s = time.monotonic() + 20.0
+        while not started and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        reads = {n: len(e._worth_reading()) for n, e in made.items()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert started == [(roster[1], 2)]
+        assert reads[roster[1]] == 79 and max(reads[n] for n in roster[2:]) <= 3
+
+    asyncio.run(test())
+
+
+@pytest.mark.slow
 def test_nobody_starts_where_a_higher_epoch_is_there_already(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     take(run_dir, Seat(epoch=2, node="x", pid=1, host="h", port=1, at_s=0.0))

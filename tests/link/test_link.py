@@ -15,16 +15,32 @@ from outlast.launchers import link
 from outlast.launchers.link import Command, Say
 from outlast.reliability import switchboard as board
 from outlast.reliability.fence import take
-from outlast.reliability.frames import NONCE_BYTES, AgentSide
+from outlast.reliability.frames import NONCE_BYTES, AgentSide, SupervisorSide
 from outlast.reliability.inbox import HIGH, LOW, Inbox
 from outlast.reliability.model import JobId, Layout, Node, Rank, SourceBlind, StepSeen
-from outlast.reliability.wire import Beat, CollectStacks, Done, Gate, Heard, Hello, Leave, RankStack, Seat, StartRanks
+from outlast.reliability.wire import (
+    Beat,
+    CollectStacks,
+    Done,
+    FromSupervisor,
+    Gate,
+    Heard,
+    Hello,
+    Leave,
+    Pulse,
+    RankStack,
+    Seat,
+    StartRanks,
+    Welcome,
+)
 
 World = Any
 """conftest.World; test modules cannot import it."""
 SECRET = b"s" * 32
 InWorld = Callable[[Callable[[World], Awaitable[None]]], None]
 N1 = Node("n1")
+READING: list[asyncio.Task[None]] = []
+"""Kept, since the event loop itself does not."""
 
 
 def signal(n: int) -> SourceBlind:
@@ -156,6 +172,72 @@ def test_commands_are_bounded_withdrawn_and_a_failing_handler_answers(in_world: 
     in_world(test)
 
 
+def test_an_unanswered_command_is_sent_again_after_a_reconnect_and_a_withdrawn_one_is_not(in_world: InWorld) -> None:
+    async def test(world: World) -> None:
+        one, node = await world.supervise(), Node("n9")
+        for n in (1, 2):
+            one.command(node, Gate(command=n, attempt=1))
+        side, writer, got = await shake(one, SECRET)
+        await world.until(lambda: [m.command for m in got if isinstance(m, Gate)] == [1, 2])
+        writer.transport.abort()
+        await world.until(lambda: (s := one.session(node)) and not s.connected)
+        one.withdraw(node, 1)
+        side, writer, got = await shake(one, SECRET)
+        await world.until(lambda: [m.command for m in got if isinstance(m, Gate)] == [2])
+        for n in (1, 2, 2, 77):
+            writer.write(side.send(Done(command=n, ok=True)))
+        writer.write(side.send(Heard(number=1, signal=signal(1))))
+        await world.until(lambda: (s := one.session(node)) and s.received == 1)
+        assert [e.done.command for e in world.drained(one) if isinstance(e, board.Done)] == [2]
+        writer.close()
+
+    in_world(test)
+
+
+def test_a_connection_with_a_fault_is_closed_at_once(in_world: InWorld) -> None:
+    async def test(world: World) -> None:
+        one = await world.supervise()
+        host, port = one._server.sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET / HTTP/1.1")
+        assert await asyncio.wait_for(reader.read(), 0.5) == b""
+        writer.close()
+        side, writer, _ = await shake(one, SECRET)
+        writer.write(side.send(Heard(number=1, signal=signal(1))) + b"\xff" * 40)
+        await world.until(lambda: (s := one.session(Node("n9"))) and not s.connected and s.received == 1)
+        writer.close()
+
+    in_world(test)
+
+
+@pytest.mark.parametrize("wrong", [Pulse(epoch=2, heard=0, steps_through=0, roster=()), Welcome(epoch=1, heard=0)])
+def test_a_supervisor_that_speaks_for_another_epoch_is_left(in_world: InWorld, wrong: Pulse | Welcome) -> None:
+    """It proves the secret for epoch 3, as the seat says, and then speaks for another."""
+
+    async def test(world: World) -> None:
+        async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            side = SupervisorSide(secret=SECRET, epoch=3, nonce=b"s" * NONCE_BYTES)
+            while not side.ready:
+                side.receive(await reader.read(4096))
+                writer.write(side.outgoing())
+            right = Welcome(epoch=3, heard=0)
+            writer.write(b"".join(side.send(m) for m in ((right, wrong) if isinstance(wrong, Pulse) else (wrong,))))
+            await reader.read(1 << 20)
+            while await reader.read(1 << 20):
+                pass
+            writer.close()
+
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        take(world.run_dir, Seat(epoch=3, node="x", pid=1, host=host, port=port, at_s=0.0))
+        agent = world.agent()
+        await world.until(lambda: any("expected 3: it is fenced" in n for n in agent.notes))
+        await agent.stop()
+        server.close()
+
+    in_world(test)
+
+
 def test_start_ranks_of_another_epoch_is_refused(in_world: InWorld) -> None:
     async def test(world: World) -> None:
         one, agent = await world.supervise(), world.agent()
@@ -203,7 +285,7 @@ def test_gone_is_told_when_the_connection_ends_and_when_it_is_silent(in_world: I
         await world.until(lambda: (s := one.session(N1)) and not s.connected)
         assert await one.emptied(1.0)
         assert [e.node for e in world.drained(one) if isinstance(e, board.Gone)] == [N1]
-        _, writer = await shake(one, SECRET)  # a peer that says Hello and then nothing
+        _, writer, _ = await shake(one, SECRET)  # a peer that says Hello and then nothing
         await world.until(
             lambda: not any(s.connected for s in one.sessions()) and gone(world, one, "nothing was heard")
         )
@@ -217,9 +299,9 @@ def gone(world: World, one: board.Switchboard, why: str) -> bool:
 
 
 async def shake(
-    one: board.Switchboard, secret: bytes, node: str = "n9", epoch: int = 1
-) -> tuple[AgentSide, asyncio.StreamWriter]:
-    """A hand-made agent, up to and with its Hello."""
+    one: board.Switchboard, secret: bytes, node: str = "n9", epoch: int = 1, reads: bool = True
+) -> tuple[AgentSide, asyncio.StreamWriter, list[FromSupervisor]]:
+    """A hand-made agent, up to and with its Hello; what it is told is in the list, as it comes."""
     assert one._server is not None
     host, port = one._server.sockets[0].getsockname()
     reader, writer = await asyncio.open_connection(host, port)
@@ -229,8 +311,15 @@ async def shake(
     writer.write(side.outgoing())
     hello = Hello(node=Node(node), job=JobId("7"), incarnation="i", pid=1, address="h", attempt=0, highest_epoch=epoch)
     writer.write(side.send(hello))
-    await reader.read(4096)
-    return side, writer
+    got = list(side.receive(await reader.read(4096)))
+
+    async def collect() -> None:
+        while data := await reader.read(65_536):
+            got.extend(side.receive(data))
+
+    if reads:
+        READING.append(asyncio.create_task(collect()))
+    return side, writer, got
 
 
 @pytest.mark.slow
@@ -247,7 +336,7 @@ def test_bad_peers_disturb_nobody_and_are_counted(in_world: InWorld) -> None:
             writer.close()
         intruder = world.agent("n2", secret=b"x" * 32)
         await world.until(lambda: any("proof of the supervisor" in n for n in intruder.notes))
-        side, writer = await shake(one, SECRET)
+        side, writer, _ = await shake(one, SECRET)
         writer.write(side.send(Done(command=3, ok=True))[:-1] + b"?")
         await world.until(lambda: one.counts["frame MAC"] == 1)
         assert one.counts["handshake length"] >= 20
@@ -283,7 +372,7 @@ def test_many_silent_connections_lock_no_agent_out(in_world: InWorld) -> None:
 def test_a_peer_that_does_not_read_is_dropped(in_world: InWorld) -> None:
     async def test(world: World) -> None:
         one = await world.supervise()
-        _, writer = await shake(one, SECRET)
+        _, writer, _ = await shake(one, SECRET, reads=False)
         await world.until(lambda: one.session(Node("n9")))
         for n in range(board.MAX_COMMANDS):
             one.command(Node("n9"), Leave(command=n, why="x" * 1_000_000))
@@ -455,7 +544,7 @@ def test_a_flood_stops_the_reading_until_the_supervisor_has_caught_up(
         monkeypatch.setattr("outlast.reliability.inbox.HIGH", 100)
         monkeypatch.setattr("outlast.reliability.inbox.LOW", 50)
         one = await world.supervise()
-        side, writer = await shake(one, SECRET)
+        side, writer, _ = await shake(one, SECRET)
         await world.until(lambda: one.session(Node("n9")))
         for n in range(1, 20_001):
             writer.write(side.send(Heard(number=n, signal=signal(n))))
@@ -479,7 +568,7 @@ def test_a_port_that_is_taken_before_the_epoch_answers_only_after_it(tmp_path: P
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(host, port)
         await one.serve(4)
-        _, writer = await shake(one, SECRET, epoch=4)
+        _, writer, _ = await shake(one, SECRET, epoch=4)
         await one.close()
         await one.close()
         writer.close()

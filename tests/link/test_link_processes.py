@@ -85,6 +85,7 @@ def test_an_agent_process_is_commanded_stopped_continued_killed_and_replaced(in_
             for process in (first, second):
                 if process is not None:
                     end(process)
+        assert all(e.done.ok for e in events if isinstance(e, board.Done))
         kinds = [type(e).__name__ for e in events if isinstance(e, board.Joined | board.Gone)]
         assert kinds == ["Joined", "Gone", "Joined", "Gone", "Joined"]
         told = [e.signal.at_s for e in events if isinstance(e, board.Heard) and e.incarnation == "p1"]

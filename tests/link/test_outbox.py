@@ -74,6 +74,18 @@ def test_what_decides_least_goes_first_and_a_sent_count_is_not_changed() -> None
     assert next(s.lost for s in told if isinstance(s, SourceBlind) and s.source == SOURCE) == 2
 
 
+def test_the_count_of_the_lost_survives_the_next_overflow() -> None:
+    box = Outbox(N, limit=8)
+    for n in range(100):
+        box.add(exited(n))
+    kept = signals(box)
+    assert sum(s.lost for s in kept if isinstance(s, SourceBlind)) + sum(isinstance(s, RankExited) for s in kept) == 100
+    for n in range(100, 200):  # what was told before was sent meanwhile, and stays as it was told
+        box.add(exited(n))
+    kept = signals(box)
+    assert sum(s.lost for s in kept if isinstance(s, SourceBlind)) + sum(isinstance(s, RankExited) for s in kept) == 200
+
+
 def test_what_cannot_be_sent_is_told_instead() -> None:
     box = Outbox(N)
     box.add(RankExited(node=N, at_s=5.0, attempt=1, rank=Rank(0), last_words="\udcff"))
