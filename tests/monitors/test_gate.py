@@ -212,6 +212,10 @@ def test_a_library_that_hangs_is_unknown_in_time(fake_nvml: Path) -> None:
     code, said = ask(fake_nvml, "--gpus", "2", "--deadline", "0.3", FAKE_NVML_HANG="1")
     assert (code, said["findings"]) == (75, ["gpu: unknown: NVML: no answer in time"])
     assert time.monotonic() - began < 10
+    code, said = ask(fake_nvml, "--gpus", "2", "--deadline", "0.3", "--hook", FAKE_NVML_HANG="1")
+    assert (code, said["outcome"]) == (0, "unknown")  # as a hook, what is not proven must not drain
+    code, said = ask(fake_nvml, "--gpus", "2", "--hook", FAKE_NVML_FAULT="lost")
+    assert (code, said["outcome"]) == (1, "fault")
 
 
 def test_no_library_and_no_gpus_wanted_is_well() -> None:
