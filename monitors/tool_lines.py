@@ -83,51 +83,40 @@ def read_smi(text: str) -> Reading | None:
     return Reading(kind="nvidia_smi", key=key, text=text[:2000]) if key else None
 
 
+_SMI_UNCORRECTABLE: Final = (
+    *("SRAM Uncorrectable", "DRAM Uncorrectable", "SRAM Uncorrectable Parity", "SRAM Uncorrectable SEC-DED"),
+)
+_SMI_PENDING: Final = ("Pending", "Pending Page Blacklist", "Remapped Rows Pending")
+_SMI_SLOWED: Final = ("HW Slowdown", "HW Thermal Slowdown", "HW Power Brake Slowdown", "SW Thermal Slowdown")
+_SMI_WELL: Final = frozenset(
+    (*_SMI_UNCORRECTABLE, *_SMI_PENDING, "Remapping Failure Occurred", "Correctable Error", "Uncorrectable Error")
+)
+
+
 def _smi_key(fields: list[tuple[str, str]]) -> str:
     """The strongest statement of a block: failure, then uncorrectable errors, then what waits for a reset."""
     values = dict(fields)
 
-    def said(name: str, value: str) -> bool:
-        return any(n == name and v.startswith(value) for n, v in fields)
+    def said(names: tuple[str, ...], value: str) -> bool:
+        return any(n in names and v.startswith(value) for n, v in fields)
 
-    def counted(*names: str) -> bool:
+    def counted(names: tuple[str, ...]) -> bool:
         return any(n in names and v.split(" ")[0].isdigit() and v.split(" ")[0].strip("0") for n, v in fields)
 
-    uncorrectable = (
-        "SRAM Uncorrectable",
-        "DRAM Uncorrectable",
-        "SRAM Uncorrectable Parity",
-        "SRAM Uncorrectable SEC-DED",
-    )
-    if said("Remapping Failure Occurred", "Yes"):
+    if said(("Remapping Failure Occurred",), "Yes"):
         return "smi_remap_failed"
-    if counted(*uncorrectable) or said("SRAM Threshold Exceeded", "Yes"):
+    if counted(_SMI_UNCORRECTABLE) or said(("SRAM Threshold Exceeded",), "Yes"):
         return "smi_ecc_uncorrectable"
-    if any(said(n, "Yes") for n in ("Pending", "Pending Page Blacklist", "Remapped Rows Pending")):
+    if said(_SMI_PENDING, "Yes"):
         return "smi_remap_pending"
-    if counted("Uncorrectable Error", "Double Bit ECC"):
+    if counted(("Uncorrectable Error", "Double Bit ECC")):
         return "smi_remap_done"
-    if any(
-        v == "Active"
-        for n, v in fields
-        if n in ("HW Slowdown", "HW Thermal Slowdown", "HW Power Brake Slowdown", "SW Thermal Slowdown")
-    ):
+    if said(_SMI_SLOWED, "Active"):
         return "smi_thermal"
-    if (
-        values.get("Current", "").endswith("x")
-        and values.get("Max", "").endswith("x")
-        and values["Current"] != values["Max"]
-    ):
+    now, most = values.get("Current", ""), values.get("Max", "")
+    if now.endswith("x") and most.endswith("x") and now != most:
         return "smi_pcie_width"
-    known = {
-        "Pending",
-        "Remapping Failure Occurred",
-        "Pending Page Blacklist",
-        "Correctable Error",
-        "Uncorrectable Error",
-        *uncorrectable,
-    }
-    return "smi_well" if known & values.keys() else ""
+    return "smi_well" if _SMI_WELL & values.keys() else ""
 
 
 def read_diag(text: str, test: str = "") -> Reading | None:
