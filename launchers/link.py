@@ -93,7 +93,8 @@ class _Wire:
         return self.writer.transport.get_write_buffer_size() > _FULL_BYTES
 
     def send(self, message: FromAgent) -> None:
-        if not self.writer.is_closing():
+        # what is not sent on a connection that is ending will be sent on the next one
+        if self.side.ready and not self.writer.is_closing():
             self.writer.write(self.side.send(message))
 
 

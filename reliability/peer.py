@@ -48,8 +48,8 @@ class Peer(asyncio.Protocol):
         return self._side.node
 
     def send(self, message: FromSupervisor) -> None:
-        """Write one message. FrameError where it is too large for a frame."""
-        if self._transport is None or self._transport.is_closing():
+        """Write one message; nothing on a connection that is ending. FrameError where it is too large for a frame."""
+        if self._transport is None or self._transport.is_closing() or not self._side.ready:
             return
         self._transport.write(self._side.send(message))
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:

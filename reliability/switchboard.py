@@ -238,8 +238,6 @@ class Switchboard:
 
     def spoke(self, peer: Peer, message: wire.FromAgent) -> None:
         session, line = self._sessions[peer.node], self._lines[peer.node]
-        if line.peer is not peer:
-            return
         session.heard_mono_s = self._mono_s()
         match message:
             case wire.Beat():

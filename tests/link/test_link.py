@@ -400,8 +400,39 @@ def test_an_agent_follows_a_new_epoch_and_never_goes_back(in_world: InWorld) -> 
         await second.close()
         await asyncio.sleep(0.5)
         assert agent.link.epoch == 2 and not agent.link.connected
+        assert not any("epoch 1, expected 2" in n for n in agent.notes)  # it does not even try
         session = first.session(N1)
         assert session is not None and not session.connected
+
+    in_world(test)
+
+
+def test_a_report_on_a_connection_that_is_ending_is_kept_for_the_next(in_world: InWorld) -> None:
+    async def test(world: World) -> None:
+        one, agent = await world.supervise(), world.agent()
+        await world.until(lambda: agent.link.connected)
+        agent.link._wire.side._close()  # what garbage or the end of the stream does, a moment before the task ends
+        agent.link.report(signal(1))
+        agent.link._wire.writer.transport.abort()
+        await world.until(lambda: (s := one.session(N1)) and s.received == 1)
+
+    in_world(test)
+
+
+def test_a_hello_before_a_fault_in_the_same_piece_joins_and_goes(in_world: InWorld) -> None:
+    async def test(world: World) -> None:
+        one = await world.supervise()
+        host, port = one._server.sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(host, port)
+        side = AgentSide(secret=SECRET, node=Node("n9"), epoch=1, nonce=b"n" * NONCE_BYTES)
+        writer.write(side.outgoing())
+        side.receive(await reader.read(4096))
+        said = Hello(node=Node("n9"), job=JobId("7"), incarnation="i", pid=1, address="h", attempt=0, highest_epoch=1)
+        writer.write(side.outgoing() + side.send(said) + b"\xff" * 40)
+        await world.until(lambda: (s := one.session(Node("n9"))) and not s.connected)
+        kinds = [type(e) for e in world.drained(one) if not isinstance(e, board.Noticed)]
+        assert kinds == [board.Joined, board.Gone]
+        writer.close()
 
     in_world(test)
 
