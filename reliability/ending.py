@@ -19,11 +19,12 @@ _LEAVE_S = 10.0
 
 async def wind_down(loop: Supervisor) -> None:
     """Everybody leaves. Done twice it does no harm; every step is bounded."""
-    board, mine = loop.parts.board, Node(loop.parts.node)
+    # a successor is a child of its node's agent, which therefore leaves last
+    board, mine = loop.parts.board, Node("" if loop.parts.in_batch else loop.parts.node)
     for session in board.sessions():
         if session.node != mine:
             board.command(session.node, Leave(command=loop.sender.next_number(), why="the run is over"))
-    await board.emptied(_LEAVE_S, but=mine if not loop.parts.in_batch else Node(""))
+    await board.emptied(_LEAVE_S, but=mine)
     try:
         allocations = await call(loop.parts.cluster.allocations)
     except PortError as error:

@@ -65,10 +65,10 @@ class HangWatch:
         limits, views = self.loop.parts.run.limits, self.loop.sender.views()
         beats = [v.beat for n in now.plan.nodes if (v := views.get(n)) and v.beat is not None]
         phases = [b.phase for b in beats]
+        if self.loop.parts.run.task.kind == "plain":
+            return min((b.output_age_s for b in beats), default=None), limits.silent_s
         if now.state is not State.TRAINING:
             return self.loop.now_s() - now.started_s, limits.start_timeout_s
-        if beats and not any(phases):
-            return min(b.output_age_s for b in beats), limits.silent_s
         return stalled_s(now.plan.nodes, views, now.plan.attempt), hang_limit_s(now, limits, phases)
 
     def _collect(self, now: AttemptFacts, stalled: float, limit: float) -> None:

@@ -115,5 +115,6 @@ def judge(
             fresh = finding.key not in known and all(finding.key != v.key for v in verdicts)
             if fresh and not (stopped and finding.stops and not finding.convicts):
                 verdicts.append(finding)
-            stopped = stopped or finding.stops or bool(finding.ends)
+            now = finding.stops and not finding.at_checkpoint and finding.key not in known
+            stopped = stopped or now or bool(finding.ends)
     return Judgement(verdicts=tuple(verdicts), again_at_s=min(again) if again else None)

@@ -1,7 +1,7 @@
-"""A simulated world for the real supervisor: virtual time, agents, a scheduler and a checkpoint store without processes.
+"""A simulated world for the real supervisor: virtual time, agents, a scheduler and a store without processes.
 
-The loop, the log (real files), judging, deciding and driving are the real ones; only what lies behind the ports and the
-switchboard is made up here. Minutes of a run take milliseconds, and a fault is a sentence: `world.at_step(24, xid("a"))`.
+The loop, the log (real files), judging, deciding and driving are the real ones; only what lies behind the ports and
+the switchboard is made up here. Minutes of a run take milliseconds, and a fault is a sentence: `world.at_step(24, xid("a"))`.
 A test may stop the supervisor at any line of its log and start a successor.
 """
 
@@ -18,7 +18,7 @@ from outlast.reliability import wire
 from outlast.reliability.inbox import Beaten, Done, Event, Gone, Heard, Joined, Stacked
 from outlast.reliability.model import JobId, Node, Rank
 from outlast.reliability.ports import Allocation, BadCheckpoint, Choice, PortError, Restore
-from outlast.reliability.switchboard import Session
+from outlast.reliability.switchboard import NOBODY, Session
 
 
 class SimLoop(asyncio.SelectorEventLoop):
@@ -31,7 +31,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now_s
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -449,7 +449,7 @@ class SimBoard:
     def steps_through(self, attempt: int, train_step: int) -> None:
         self.through = train_step if self.world.gang and self.world.gang.attempt == attempt else 0
 
-    async def emptied(self, timeout_s: float, *, but: Node = Node("")) -> bool:
+    async def emptied(self, timeout_s: float, *, but: Node = NOBODY) -> bool:
         await asyncio.sleep(0.1)
         return True
 

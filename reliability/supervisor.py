@@ -78,6 +78,7 @@ class Supervisor:
                 if code is not None:
                     return code
         finally:
+            self.watch.closing = True
             watching.cancel()
             listening.cancel()
             for task in self.performing.values():

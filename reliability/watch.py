@@ -67,6 +67,8 @@ class SiteWatch:
     def __init__(self, parts: Parts, put: Callable[[object], None]) -> None:
         self.parts, self.put = parts, put
         self.site = SiteView(can_feed=parts.can_feed, can_requeue=parts.can_requeue, has_drains=parts.has_drains)
+        self.closing = False
+        """Set at the end: a cancellation alone can be lost inside wait_for (Python 3.11)."""
         self.asked = False
         """The scheduler was asked at least once, with or without an answer."""
         self.answered_mono_s = float("-inf")
@@ -82,7 +84,7 @@ class SiteWatch:
         await asyncio.gather(self._scheduler(), self._requests())
 
     async def _scheduler(self) -> None:
-        while True:
+        while not self.closing:
             self._poke.clear()
             try:
                 self.put(await self._ask())
@@ -127,7 +129,7 @@ class SiteWatch:
 
     async def _requests(self) -> None:
         """Request files, oldest first. A bad one is set aside with a note; it never stops the loop."""
-        while True:
+        while not self.closing:
             for item in await asyncio.to_thread(read_requests, self.parts.run_dir):
                 self.put(item)
             await asyncio.sleep(_REQUEST_S)

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from outlast.reliability import model as m
 from outlast.reliability.eventlog import EventLog, read_events
-from outlast.reliability.events import AttemptPlanned, EpochTaken, Intent, Judged, LogEvent, Outcome, RunEnded, RunStarted
+from outlast.reliability.events import (
+    AttemptPlanned,
+    EpochTaken,
+    Intent,
+    Judged,
+    LogEvent,
+    Outcome,
+    RunEnded,
+    RunStarted,
+)
 from outlast.reliability.fence import Fence, take
 from outlast.reliability.goodput import ledger
 from outlast.reliability.model import Node, Rank
@@ -365,7 +374,7 @@ counter = itertools.count()
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     faults=st.lists(st.tuples(st.integers(2, 58), st.sampled_from(sorted(FAULTS))), max_size=4),
     kill_at=st.none() | st.integers(1, 120),
