@@ -124,13 +124,16 @@ class SlurmCluster:
     # ------------------------------------------------------------ drains
 
     def may_drain(self) -> bool:
-        """Asked once: rights do not change within a run. Where Slurm does not answer: not now."""
+        """Asked until Slurm says yes or no: rights do not change within a run. No answer means not now."""
         if self._may_drain is None:
             try:
                 settings = parsers.parse_config(self._client.run(commands.show_config_argv()))
             except SlurmError:
                 return False
-            self._may_drain = fitness.ask_rights(self._client, settings).may_drain
+            rights = fitness.ask_rights(self._client, settings)
+            if not rights.may_drain and not rights.admin_level:
+                return False
+            self._may_drain = rights.may_drain
         return self._may_drain
 
     def drain(self, node: Node, reason: str) -> str:

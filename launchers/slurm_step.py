@@ -1,8 +1,8 @@
 """Starts a slurm_step that needs nobody: not this process, not its srun, not the node that they run on.
 
 srun forks a helper that kills the whole step as soon as srun itself dies without a goodbye. That would make the
-agents' lives hang on one client process, so the helper is ended once the step exists (tried on 22.05: with the helper
-gone, tasks outlive a SIGKILL of srun). What stays is a plain srun whose exit code nobody waits for.
+agents' lives hang on one client process, so the helper is ended once the step exists (tried on 22.05 and 24.11: with
+the helper gone, tasks outlive a SIGKILL of srun). What stays is a plain srun whose exit code nobody waits for.
 """
 
 from __future__ import annotations

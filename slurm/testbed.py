@@ -147,7 +147,10 @@ class Testbed:
         if not daemons.wait_until(self._is_idle, timeout_s=3 + self.spec.kill_wait_s):
             # a process that escaped its step and holds the step's pipes open keeps the node COMPLETING
             self._sweep()
-            self._site.wait_for("all nodes, idle", self._is_idle)
+            if not daemons.wait_until(self._is_idle, timeout_s=30):
+                raise TestbedError(
+                    f"nodes do not become idle: {booting.node_states(self._site)}; destroy it and start anew"
+                )
 
     def _is_idle(self) -> bool:
         return set(booting.node_states(self._site).values()) == {"idle"}
@@ -161,16 +164,17 @@ class Testbed:
     def crash_node(self, node: int | str) -> None:
         """Power loss: slurmd, its step daemons and every process of their jobs end at once, without a word."""
         name = self._name(node)
-        spool = self.directory / "spool" / name
         slurmd = self._site.daemon(f"slurmd-{name}")
         if slurmd:
             daemons.kill(slurmd)
         # stopped first, so that no step daemon tells anybody how its tasks died
-        for pid in daemons.find_stepds(spool):
+        for pid in daemons.find_stepds(self.directory, [name]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
         daemons.kill_all(
-            lambda: daemons.with_descendants(daemons.find_stepds(spool) | daemons.find_tasks(self.slurm_conf, name))
+            lambda: daemons.with_descendants(
+                daemons.find_stepds(self.directory, [name]) | daemons.find_tasks(self.slurm_conf, name)
+            )
         )
         self._site.forget(f"slurmd-{name}")
 
@@ -209,10 +213,12 @@ class Testbed:
 
     def _sweep(self) -> None:
         """Kill step daemons, tasks and srun clients that are still there."""
-        spool, slurm_conf = self.directory / "spool", self.slurm_conf
+        slurm_conf = self.slurm_conf
         daemons.kill_all(
             lambda: daemons.with_descendants(
-                daemons.find_stepds(spool) | daemons.find_tasks(slurm_conf) | daemons.find_clients(slurm_conf)
+                daemons.find_stepds(self.directory, self.nodes)
+                | daemons.find_tasks(slurm_conf)
+                | daemons.find_clients(slurm_conf)
             )
         )
 
@@ -231,6 +237,12 @@ def check_directory(directory: Path | str) -> Path:
 def start(directory: Path | str, nodes: int = 8, gpus: int = 0, accounting: bool = True) -> Testbed:
     """A running testbed; on failure everything that was started is ended again, logs are kept."""
     testbed = Testbed(directory, nodes=nodes, gpus=gpus, accounting=accounting)
+    made = (testbed.spec.nodes, testbed.spec.gpus, testbed.spec.accounting)
+    if made != (nodes, gpus, accounting):
+        raise TestbedError(
+            f"{directory} holds a testbed of nodes={made[0]} gpus={made[1]} accounting={made[2]}, asked for were"
+            f" {nodes}, {gpus}, {accounting}. Destroy it first (`outlast testbed stop`), or ask for what it is"
+        )
     try:
         testbed.start()
     except BaseException:

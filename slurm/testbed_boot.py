@@ -149,7 +149,7 @@ def _start_database(site: Site) -> None:
 def _make_database(site: Site, quick: list[str]) -> str:
     inside = "/dev/shm" if os.access("/dev/shm", os.W_OK) else str(site.directory)
     data = tempfile.mkdtemp(prefix="outlast-testbed-", dir=inside)
-    argv = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--skip-test-db", *quick]
+    argv = ["mariadb-install-db", "--no-defaults", f"--datadir={data}", "--skip-test-db", "--skip-name-resolve", *quick]
     try:
         site.run([*argv, "--auth-root-authentication-method=normal"], timeout_s=120)
     except TestbedError:

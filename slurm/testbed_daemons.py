@@ -2,7 +2,7 @@
 
 A process is known by pid and kernel start time, never by name: other testbeds and real daemons may run beside us.
 What belongs to a node is found in three ways, since a crash must take everything along as a power loss does: the step
-daemons by the sockets in the node's spool directory (their own environment is scrubbed), all their descendants, and
+daemons by the files of the node that they hold open (their own environment is scrubbed), all their descendants, and
 processes that were reparented by the node name that slurmd put into their environment.
 """
 
@@ -109,23 +109,28 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
     return True
 
 
-def find_stepds(spool: Path) -> set[int]:
-    """Pids that hold a unix socket bound below this directory: the step daemons of one node, or of all.
+def find_stepds(directory: Path, nodes: Iterable[str]) -> set[int]:
+    """Step daemons of these nodes: they hold their node's log open, or a socket in its spool directory.
 
-    A step's socket is SPOOL/<node>/<node>_<job>.<step>; /proc/net/unix maps it to an inode, /proc/PID/fd to a process.
+    A step's socket is spool/<node>/<node>_<job>.<step>; it is gone before the daemon is, where that waits for a pipe
+    that an escaped process holds. /proc/net/unix maps a socket to an inode, /proc/PID/fd both to a process.
     """
-    prefix = f"{spool}/"
+    names = list(nodes)
+    spools = tuple(f"{directory}/spool/{node}/" for node in names)
     lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
     fields = (line.split(maxsplit=7) for line in lines)
-    sockets = {f"socket:[{f[6]}]" for f in fields if len(f) == 8 and f[7].startswith(prefix)}
-    return {p.pid for p in list_processes() if sockets and _holds(p.pid, sockets)}
+    held = {f"socket:[{f[6]}]" for f in fields if len(f) == 8 and f[7].startswith(spools)}
+    for node in names:
+        log = f"{directory}/log/slurmd-{node}.log"
+        held |= {log, f"{log} (deleted)"}
+    return {p.pid for p in list_processes() if p.name == "slurmstepd" and _holds(p.pid, held)}
 
 
-def _holds(pid: int, sockets: set[str]) -> bool:
+def _holds(pid: int, files: set[str]) -> bool:
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
-                if os.readlink(entry.path) in sockets:
+                if os.readlink(entry.path) in files:
                     return True
     return False
 

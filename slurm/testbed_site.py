@@ -72,7 +72,8 @@ class Site:
         except FileNotFoundError:
             raise TestbedError(f"{argv[0]}: not installed here (looked in {PATH})") from None
         if done.returncode:
-            raise TestbedError(f"{words}: exit code {done.returncode}: {done.stderr.strip()}")
+            said = done.stderr.strip() or done.stdout.strip()
+            raise TestbedError(f"{words}: exit code {done.returncode}: {said[-500:]}")
         return done.stdout
 
     def answers(self, argv: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.launchers.slurm_cluster import SlurmCluster
-from outlast.reliability.model import Node
+from outlast.reliability.model import JobId, Node
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
 
@@ -31,6 +31,9 @@ def main() -> None:
             nodes = [Node(n) for n in wish.read_text().split()]
             wish.unlink()
             launch(place, nodes)
+        wish = place / f"requeue-from.{verb}.{node}"
+        if wish.exists():
+            requeue(place, os.environ["SLURM_JOB_ID"], wish.read_text().split())
         code = place / f"exit.{verb}"
         if code.exists():
             sys.exit(int(code.read_text()))
@@ -42,11 +45,24 @@ def beat(place: Path, verb: str, node: Node) -> None:
     (place / f"{verb}.{node}.{step}.beat").write_text(f"{os.getpid()} {time.time()}")
 
 
-def launch(place: Path, nodes: list[Node]) -> None:
+def cluster_of(place: Path) -> SlurmCluster:
     run = msgspec.json.decode((place / "run.json").read_bytes(), type=RunFile)
-    cluster = SlurmCluster(RunDir(root=place), run, str(place / "python"))
+    return SlurmCluster(RunDir(root=place), run, str(place / "python"))
+
+
+def launch(place: Path, nodes: list[Node]) -> None:
+    cluster = cluster_of(place)
     (allocation,) = cluster.allocations()
     cluster.launch_agents(allocation, nodes)
+
+
+def requeue(place: Path, job: str, exclude: list[str]) -> None:
+    """As the supervisor does it: the TERM that answers a requeue does not interrupt what it has begun."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (place / f"requeue-from.run.{os.environ['SLURMD_NODENAME']}").unlink()
+    cluster_of(place).requeue(JobId(job), [Node(n) for n in exclude])
+    (place / "requeued").touch()
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -70,11 +70,11 @@ class Run:
         lines = (self.place / f"{verb}.{node}.env").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines if "=" in line)
 
-    def ask(self, verb: str, node: str, nodes: set[str]) -> None:
-        """Have that stand-in launch agents on these nodes."""
+    def ask(self, verb: str, node: str, nodes: set[str], *, what: str = "launch") -> None:
+        """Have that stand-in launch agents on these nodes, or requeue without them."""
         wish = self.place / "wish"
         wish.write_text(" ".join(sorted(nodes)))
-        wish.rename(self.place / f"launch-from.{verb}.{node}")
+        wish.rename(self.place / f"{what}-from.{verb}.{node}")
 
 
 def eventually(condition: Callable[[], object], *, what: str, timeout_s: float = 20) -> None:
@@ -150,7 +150,9 @@ def test_a_requeue_lands_without_the_excluded_node(run: Callable[..., Run], idle
     r.cluster.launch_agents(first, first.nodes)
     bad = first.nodes[0]
     assert bad == first.batch_node
-    r.cluster.requeue(first.job, [bad])
+    # from inside the job that it ends, then once more from outside
+    r.ask("run", bad, {bad}, what="requeue")
+    eventually((r.place / "requeued").exists, what="the requeue from inside")
     r.cluster.requeue(first.job, [bad])
     assert r.allocation().state in ("COMPLETING", "PENDING", "REQUEUED")
     eventually(lambda: r.allocation().state == "RUNNING", what="its second run", timeout_s=30)

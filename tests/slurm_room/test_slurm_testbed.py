@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,8 @@ def test_it_starts_quickly_stops_and_leaves_nothing(place: Path) -> None:
         assert not any(again.status().daemons.values())
         bed.start()
         assert set(bed.status().nodes.values()) == {"idle"}
+        with pytest.raises(TestbedError, match="holds a testbed of nodes=2"):
+            start(place, nodes=3)
     finally:
         bed.destroy()
     assert took_s < 10
@@ -145,6 +148,9 @@ def test_a_crash_takes_reparented_processes_along(idle_testbed: Testbed, tmp_pat
     state = idle_testbed.run(["squeue", "-h", "-j", job, "-o", "%T"]).strip()
     assert state == "RUNNING"
     idle_testbed.start_node("n8")
+    # Slurm does not know them any more, but waits for the pipes that they hold
+    for pid in pids(tmp_path / "n7"):
+        os.kill(pid, signal.SIGKILL)
 
 
 def pids(file: Path) -> list[int]:
