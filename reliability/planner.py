@@ -32,7 +32,7 @@ class Planner:
 
     def look(self) -> None:
         loop = self.loop
-        if not planning.may_plan(loop.state) or loop.terminated:
+        if not planning.may_plan(loop.state) or loop.terminated or not loop.watch.answered:
             self.choice = None
             return
         if planning.reached_target(loop.state, loop.parts.run):

@@ -77,6 +77,11 @@ class SiteWatch:
         self.launches = Launches()
         self._poke = asyncio.Event()
 
+    @property
+    def answered(self) -> bool:
+        """Before its first answer the scheduler may have all nodes or none: nothing is planned on that."""
+        return self.answered_mono_s > float("-inf")
+
     def poke(self) -> None:
         self._poke.set()
 
