@@ -1,7 +1,10 @@
 """A simulated world for the real supervisor: virtual time, agents, a scheduler and a store without processes.
 
 The loop, the log (real files), judging, deciding and driving are the real ones; only what lies behind the ports and
-the switchboard is made up here. Minutes of a run take milliseconds, and a fault is a sentence: `world.at_step(24, xid("a"))`.
+the switchboard is made up here. Minutes of a run take milliseconds, and a fault is a sentence:
+
+    world.at_step(24, lambda w: w.xid(Node("a"), 79))
+
 A test may stop the supervisor at any line of its log and start a successor.
 """
 
