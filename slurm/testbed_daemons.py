@@ -163,14 +163,21 @@ def find_clients(slurm_conf: str) -> set[int]:
 
 
 def with_descendants(roots: Iterable[int]) -> set[int]:
-    """These processes, their descendants, and whatever shares a session that one of them leads."""
-    found = set(roots) - {os.getpid()}
+    """These processes, their descendants, and whatever is in a session of theirs: that survives reparenting.
+
+    A session counts as theirs if one of them leads it, or if a step daemon is in it and its leader is gone (the daemon
+    was forked twice). A session with a living leader outside is somebody else's, slurmd's for example.
+    """
+    me, found = os.getpid(), set(roots)
     processes = list_processes()
+    living = {p.pid for p in processes}
     while True:
-        more = {p.pid for p in processes if p.pid not in found and (p.parent in found or p.session in found)}
-        if not more - {os.getpid()}:
-            return found
-        found |= more - {os.getpid()}
+        sessions = {p.session for p in processes if p.pid in found and p.name == "slurmstepd"}
+        sessions = {s for s in sessions if s not in living} | found
+        more = {p.pid for p in processes if p.parent in found or p.session in sessions} - found - {me}
+        if not more:
+            return found - {me}
+        found |= more
 
 
 def kill_all(find: Callable[[], set[int]], *, timeout_s: float = 5) -> int:

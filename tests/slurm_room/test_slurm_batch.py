@@ -186,12 +186,13 @@ def test_try_again_is_tried_again(tmp_path: Path) -> None:
     assert script.starts() == 5
 
 
-def test_term_reaches_the_supervisor_and_its_end_is_awaited(tmp_path: Path) -> None:
-    body = f"trap 'sleep 0.2; touch {tmp_path}/saved; exit 75' TERM; touch {tmp_path}/ready; sleep 30 & wait"
+@pytest.mark.parametrize(("end", "code"), [("exit 75", 75), ("kill -KILL $$", 137)])
+def test_term_reaches_the_supervisor_and_its_end_is_awaited(tmp_path: Path, end: str, code: int) -> None:
+    body = f"trap 'sleep 0.2; touch {tmp_path}/saved; {end}' TERM; touch {tmp_path}/ready; sleep 30 & wait"
     script = Script(tmp_path, body)
     wait_for((tmp_path / "ready").exists)
     os.kill(script.process.pid, signal.SIGTERM)
-    assert script.wait() == 75
+    assert script.wait() == code
     assert (tmp_path / "saved").exists() and script.starts() == 1
 
 

@@ -125,8 +125,9 @@ def test_it_needs_no_rights(place: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_a_crash_takes_reparented_processes_along(idle_testbed: Testbed, tmp_path: Path) -> None:
-    # setsid and a parent that ends: reparented, in a session of its own
-    script = f"for i in 1 2; do (setsid sleep 300 & echo $! >> {tmp_path}/$SLURMD_NODENAME); done; sleep 300"
+    # reparented: one in a session of its own, one with an empty environment in the session of its task
+    orphans = ("setsid sleep 300", "env -i sleep 300")
+    script = "".join(f"({orphan} & echo $! >> {tmp_path}/$SLURMD_NODENAME); " for orphan in orphans) + "sleep 300"
     argv = [
         "sbatch",
         "--parsable",
