@@ -106,6 +106,25 @@ def test_nodes_of_24_11_in_json() -> None:
     assert {row.state for row in rows} <= {"mixed", "idle"} and rows[0].node == "n1" and rows[0].address == "127.0.0.1"
 
 
+def test_scontrol_and_sinfo_of_24_11_agree_on_reasons_and_flags() -> None:
+    text = parsers.parse_nodes(said("scontrol-24.11-nodes-drained.txt"))
+    assert [(r.node, r.state, r.flags, r.reason, r.reason_user) for r in text] == [
+        ("n1", "mixed", ("drain",), "outlast: XID 79 on GPU 3 [pci 0000:3b:00]", "root"),
+        ("n2", "mixed", ("not_responding",), "", ""),
+        ("n3", "idle", ("drain",), "DIMM swap, ticket 5512", "root"),
+    ]
+    rows = parsers.parse_sinfo(said("sinfo-24.11-drained.txt"))
+    assert [(r.node, r.flags, r.reason, r.reason_user) for r in rows] == [
+        (r.node, r.flags, r.reason, r.reason_user) for r in text
+    ]
+
+
+def test_a_cancelled_job_of_24_11_while_it_completes() -> None:
+    assert parsers.parse_squeue(said("squeue-24.11.txt"))[0].state == "COMPLETING"
+    (row,) = parsers.parse_sacct(said("sacct-24.11-cancelled.txt"))
+    assert (row.state, row.by_uid, row.comment) == ("CANCELLED", 0, "outlast:run:/runs/a")
+
+
 def test_sinfo_lists_a_node_once_and_keeps_its_reason_whole() -> None:
     text = "n1|idle|Unknown|none\nn2|draining*|root|outlast: a|b\nn2|draining*|root|outlast: a|b\n"
     first, second = parsers.parse_sinfo(text)
