@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -141,17 +142,20 @@ def test_a_crash_takes_reparented_processes_along(idle_testbed: Testbed, tmp_pat
     ]
     job = idle_testbed.run(argv).strip()
     files = [tmp_path / "n7", tmp_path / "n8"]
-    assert daemons.wait_until(lambda: all(f.exists() and len(f.read_text().split()) == 2 for f in files), timeout_s=10)
-    fault(load(idle_testbed.directory), "crash", "n8")
-    alive = {f.name: [p is not None and p.state != "Z" for p in map(daemons.read_process, pids(f))] for f in files}
-    assert alive == {"n7": [True, True], "n8": [False, False]}
-    assert not idle_testbed.status().daemons.get("slurmd-n8", False)
-    state = idle_testbed.run(["squeue", "-h", "-j", job, "-o", "%T"]).strip()
-    assert state == "RUNNING"
-    idle_testbed.start_node("n8")
-    # Slurm does not know them any more, but waits for the pipes that they hold
-    for pid in pids(tmp_path / "n7"):
-        os.kill(pid, signal.SIGKILL)
+    both = lambda: all(f.exists() and len(f.read_text().split()) == 2 for f in files)  # noqa: E731
+    assert daemons.wait_until(both, timeout_s=10)
+    try:
+        fault(load(idle_testbed.directory), "crash", "n8")
+        alive = {f.name: [p is not None and p.state != "Z" for p in map(daemons.read_process, pids(f))] for f in files}
+        assert alive == {"n7": [True, True], "n8": [False, False]}
+        assert not idle_testbed.status().daemons.get("slurmd-n8", False)
+        assert idle_testbed.run(["squeue", "-h", "-j", job, "-o", "%T"]).strip() == "RUNNING"
+        idle_testbed.start_node("n8")
+    finally:
+        # Slurm does not know them any more, but waits for the pipes that they hold
+        for pid in [*pids(files[0]), *pids(files[1])]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def pids(file: Path) -> list[int]:
