@@ -90,7 +90,8 @@ def _gating(state: RunState, now: AttemptFacts, now_s: float, limits: Limits) ->
 
 def _due_at_checkpoint(state: RunState) -> Move | None:
     since = state.at_checkpoint_from
-    if since is None or state.evidence.durable_step <= since:
+    target = state.started.train_steps if state.started else 0
+    if since is None or state.evidence.durable_step <= since or 0 < target <= state.evidence.durable_step:
         return None
     return Move(event=Event.STOP_ASKED, why=f"checkpoint {state.evidence.durable_step} is durable: nodes change now")
 

@@ -51,7 +51,8 @@ class HangWatch:
 
     def look(self) -> None:
         now = self.loop.state.evidence.current
-        if now is None or not now.running or now.no_progress is not None:
+        if now is None or not now.running or now.no_progress is not None or now.exits:
+            # ranks that ended explain why nothing moves
             self.collecting = None
             return
         if self.collecting is not None:

@@ -136,5 +136,7 @@ def reached_target(state: RunState, run: RunFile) -> bool:
     now = state.evidence.current
     if now is None or now.state is not State.ENDED:
         return False
+    if 0 < run.train_steps <= state.evidence.durable_step:
+        return True  # whatever ended the attempt, the last checkpoint is there
     done = bool(now.exits) and all(f.exit.exit_code == 0 and not f.exit.asked for f in now.exits)
     return done and (not run.train_steps or now.reached >= run.train_steps) and not state.stopped

@@ -113,7 +113,7 @@ def judge(
                 again.append(finding.again_at_s)
                 continue
             fresh = finding.key not in known and all(finding.key != v.key for v in verdicts)
-            if fresh and not (stopped and finding.stops and not finding.convicts):
+            if fresh and not (stopped and finding.stops and not finding.convicts and not finding.ends):
                 verdicts.append(finding)
             now = finding.stops and not finding.at_checkpoint and finding.key not in known
             stopped = stopped or now or bool(finding.ends)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.reliability import model as m
-from outlast.reliability.cli.compose import run_supervisor
 from outlast.reliability.cli.demo_compare import Comparison, compare
+from outlast.reliability.cli.demo_stage import LocalStage, SlurmStage, Stage
 from outlast.reliability.eventlog import read_events
-from outlast.reliability.events import LogEvent, StepsDone
+from outlast.reliability.events import LogEvent, RunStarted, StepsDone
 from outlast.reliability.freeze import freeze
 from outlast.reliability.history import RunView, fold
 from outlast.reliability.model import Node
@@ -25,6 +25,7 @@ from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import Checkpoint, Cluster, LayoutAsked, Limits, RunFile, Task
 
 TARGET = 60
+GLOBAL_BATCH = 8
 SAVE_EVERY = 10
 XID_AT, EXCEPTION_AT, CRASH_AT = 24, 37, 48
 XID_LINE = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
@@ -85,33 +86,49 @@ class Demo:
     """Both runs, one after the other."""
 
     def __init__(self, directory: Path, *, slurm: bool, say: Callable[[str], None]) -> None:
-        self.directory, self.slurm, self.say = directory.absolute(), slurm, say
+        self.directory, self.say = directory.absolute(), say
+        self.stage: Stage = SlurmStage(say) if slurm else LocalStage()
+        self._narrator = Narrator(TARGET)
 
     def run(self) -> Outcome:
+        try:
+            return self._run()
+        finally:
+            self.stage.close()
+
+    def _run(self) -> Outcome:
+        first, second, spare = self.stage.nodes
         self.say(
-            f"outlast demo: GPT of 0.25 M parameters, tp 2 x dp 2, nodes a b + spare c, {TARGET} train_steps, "
-            f"{'Slurm on this host' if self.slurm else 'local cluster'}"
+            f"outlast demo: GPT of 0.25 M parameters, tp 2 x dp 2, nodes {first} {second} + spare {spare}, "
+            f"{TARGET} train_steps, {'Slurm on this host' if self.stage.kind == 'slurm' else 'local cluster'}"
         )
         self.say("\nthe reference: undisturbed")
         self.directory.mkdir(parents=True, exist_ok=True)
         files = Path(tempfile.mkdtemp(prefix="demo-files-", dir=self.directory))
         reference = self._prepare("demo-reference", files / "reference")
-        code = self._supervise(reference, breaks=None)
+        code = self.stage.supervise(reference, self._narrate)
         if code:
             raise click_error(f"the undisturbed run ended with exit code {code}; see {reference.root}")
         self.say("\nthe same again, broken three times")
         broken = self._prepare("demo", files / "broken")
-        code = self._supervise(broken, breaks=files / "broken")
+        breaker = Breaker(files / "broken", self.stage.crash, self._narrate)
+        code = self.stage.supervise(broken, breaker.on_event)
         view = fold(read_events(broken.events).events)
         comparison = compare(
-            fold(read_events(reference.events).events), view, files / "broken" / "samples", global_batch=8
+            fold(read_events(reference.events).events), view, files / "broken" / "samples", global_batch=GLOBAL_BATCH
         )
         return Outcome(broken, view, comparison, write_report(broken), code)
 
+    def _narrate(self, event: LogEvent) -> None:
+        if isinstance(event.body, RunStarted):
+            self._narrator = Narrator(TARGET)
+        for line in self._narrator.lines(event):
+            self.say(f" {line}")
+
     def _prepare(self, name: str, scratch: Path) -> RunDir:
         (scratch / "samples").mkdir(parents=True)
-        for node in "abc":
-            kernel_log(scratch, Node(node)).touch()
+        for node in self.stage.nodes:
+            kernel_log(scratch, node).touch()
         return freeze(self._run_file(name, scratch), self.directory)
 
     def _run_file(self, name: str, scratch: Path) -> RunFile:
@@ -122,9 +139,15 @@ class Demo:
             name=name,
             task=Task(module="outlast.launchers.trainer", kind="reference", env=env),
             cluster=Cluster(
-                kind="local", nodes=2, nodes_min=1, spares=1, ranks_per_node=2, kernel_log=str(scratch / "%n.kmsg")
+                kind=self.stage.kind,
+                nodes=2,
+                nodes_min=1,
+                spares=1,
+                ranks_per_node=2,
+                kernel_log=str(scratch / "%n.kmsg"),
+                feed=False,
             ),
-            layout=LayoutAsked(tp=2, global_batch=8),
+            layout=LayoutAsked(tp=2, global_batch=GLOBAL_BATCH),
             train_steps=TARGET,
             checkpoint=Checkpoint(every_steps=SAVE_EVERY, keep_last=3),
             limits=Limits(
@@ -138,20 +161,6 @@ class Demo:
             ),
             run_root=str(self.directory),
         )
-
-    def _supervise(self, run_dir: RunDir, *, breaks: Path | None) -> int:
-        from outlast.launchers.local import LocalCluster
-        from outlast.reliability.config import load_frozen
-
-        narrator = Narrator(TARGET)
-
-        def narrate(event: LogEvent) -> None:
-            for line in narrator.lines(event):
-                self.say(f" {line}")
-
-        cluster = LocalCluster(run_dir, load_frozen(run_dir))
-        on_event = Breaker(breaks, cluster.crash, narrate).on_event if breaks else narrate
-        return run_supervisor(run_dir, why="outlast demo", cluster=cluster, on_event=on_event)
 
 
 def click_error(text: str) -> Exception:

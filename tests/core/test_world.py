@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outlast.reliability import model as m
-from outlast.reliability.eventlog import EventLog, read_events
+from outlast.reliability.eventlog import EventLog, EventLogError, read_events
 from outlast.reliability.events import (
     AttemptPlanned,
     EpochTaken,
@@ -275,6 +276,57 @@ def test_the_same_exception_for_ever_is_held_and_goes_on_when_asked(tmp_path):
     assert len(world.of(AttemptPlanned)) == 3
     assert world.of(RunEnded)[0].outcome == "failed"
     assert any("held" in title for title in world.pages.titles)
+
+
+def test_a_held_run_ends_when_its_user_says_so(tmp_path):
+    world = World(tmp_path)
+
+    def again(w):
+        w.kill_rank(0, exception="KeyError: doc_881")
+        w.at_step(24, again)
+
+    def stop_when_held():
+        if any(isinstance(i.action, m.Hold) for i in world.of(Intent)):
+            world.run_dir.requests.mkdir(exist_ok=True)
+            ask = m.OperatorAsked(at_s=1.0, what="stop", who="ada")
+            (world.run_dir.requests / "stop.json").write_bytes(msgspec.json.encode(ask))
+        else:
+            world.loop.call_later(1.0, stop_when_held)
+
+    world.world.at_step(24, again)
+    world.loop.call_later(1.0, stop_when_held)
+    assert world.go() == 0
+    world.check_laws()
+    assert world.of(RunEnded)[0].outcome == "stopped"
+
+
+def test_while_the_log_cannot_be_written_ranks_train_on_and_nothing_is_decided(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    append = EventLog.append_many
+    full = False
+
+    def append_many(self, bodies):
+        if full:
+            raise EventLogError("events.jsonl: no space left on device", again=True)
+        return append(self, bodies)
+
+    def fill(w):
+        nonlocal full
+        full = True
+        w.loop.call_later(8.0, empty)
+
+    def empty():
+        nonlocal full
+        full = False
+
+    monkeypatch.setattr(EventLog, "append_many", append_many)
+    world.world.at_step(12, fill)
+    world.world.at_step(24, lambda w: w.kill_rank(1, exception="ValueError: boom"))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert sum("cannot be written" in title for title in world.pages.titles) == 1
+    assert [b.verdict.kind for b in world.of(Judged)] == ["app_fault"], world.of(Judged)
 
 
 def test_a_torn_checkpoint_is_set_aside_and_the_one_before_it_restored(tmp_path):

@@ -183,7 +183,7 @@ def test_the_same_exception_three_times_is_held_not_looped(start):
     run.until("the hold", lambda: any(isinstance(a, m.Hold) for a in run.actions), 120)
     assert len(run.of(AttemptPlanned)) == 3
     assert run.verdicts[-1].kind is Kind.DATA_OR_OPTIMIZER and "InjectedFault" in run.verdicts[-1].because
-    (row,) = read_rows([run.run_dir])
+    (row,) = read_rows([run.run_dir.root])
     assert row.state == "held"
     run.until("the last attempt's end", lambda: run.of(AttemptMoved)[-1].state == "ended", 30)
     ask(run, "stop")
