@@ -89,6 +89,11 @@ class AttemptFacts(Noun, frozen=True, kw_only=True):
         return self.state in (State.STARTING, State.LOADING, State.FIRST_STEP, State.TRAINING)
 
     @property
+    def active(self) -> bool:
+        """Under way: planned, being gated, or running."""
+        return self.state not in (State.STOPPING, State.ENDED)
+
+    @property
     def reached(self) -> int:
         """The train_step it stands at: the last finished one, or where it was restored."""
         return max(self.last_step, self.plan.restore_step)

@@ -35,10 +35,9 @@ def running(allocations: Sequence[Allocation]) -> tuple[Allocation, ...]:
 
 
 def usable(state: RunState, site: SiteView) -> tuple[Node, ...]:
-    """Nodes with an agent that are not excluded, first allocation first, in the order of the allocation."""
-    present = [n for n in state.evidence.present if n not in state.excluded]
-    order = {n: i for i, n in enumerate(n for a in running(site.allocations) for n in a.nodes)}
-    return tuple(sorted(present, key=lambda n: (order.get(n, len(order)), present.index(n))))
+    """Nodes of running allocations that have an agent and are not excluded, in the order of the allocations."""
+    present = set(state.evidence.present) - set(state.excluded)
+    return tuple(dict.fromkeys(n for a in running(site.allocations) for n in a.nodes if n in present))
 
 
 def expected(state: RunState, site: SiteView) -> int:
@@ -48,7 +47,6 @@ def expected(state: RunState, site: SiteView) -> int:
         1
         for n in nodes
         if not state.evidence.node(n).present
-        and not state.evidence.node(n).lost_seq
         and n not in state.excluded
         and n not in site.launch_refused
     )

@@ -14,9 +14,9 @@ _RECOVERY_NONE = re.compile(r"\bto\b.*\bnone\b", re.IGNORECASE)
 
 
 def in_use(case: Case, node: Node) -> bool:
-    """A running attempt has ranks on this node."""
+    """An attempt that is under way has its ranks, or a place for them, on this node."""
     now = case.evidence.current
-    return now is not None and now.running and node in now.plan.nodes
+    return now is not None and now.active and node in now.plan.nodes
 
 
 def convicting(case: Case, fact: XidFact) -> XidMeaning | None:
@@ -135,24 +135,42 @@ def _pending(due_s: float, node: Node) -> Finding:
 def lost_agents(case: Case) -> Iterator[Finding]:
     """An agent fell silent: its node is lost to the run -- unless most of them did, then the trouble is elsewhere."""
     lost = [f for f in case.evidence.nodes.values() if f.lost is not None and f.node not in case.excluded]
-    if not lost:
-        return
-    known = len(case.evidence.present) + len(lost)
-    if len(lost) >= 2 and 2 * len(lost) > known:
+    silent = [f for f in lost if not _not_ours(case, f)]
+    known = len(case.evidence.present) + len(silent)
+    if len(silent) >= 2 and 2 * len(silent) > known:
         yield Verdict(
-            key="lost:many:" + ",".join(f"{f.node}:{f.lost_seq}" for f in lost),
+            key="lost:many:" + ",".join(f"{f.node}:{f.lost_seq}" for f in silent),
             kind=Kind.AMBIGUOUS,
             scope=Scope.ALLOCATION,
             rule="most_agents_lost",
-            because=f"{len(lost)} of {known} agents fell silent together: the network, the scheduler or this node, "
+            because=f"{len(silent)} of {known} agents fell silent together: the network, the scheduler or this node, "
             "not so many nodes; nobody is blamed",
-            stops=any(in_use(case, f.node) for f in lost),
-            evidence=tuple(f.lost_seq for f in lost),
+            stops=any(in_use(case, f.node) for f in silent),
+            evidence=tuple(f.lost_seq for f in silent),
             rejected=(Rejected(alternative="each node", why="nodes do not die together"),),
         )
         return
     for facts in lost:
-        yield _lost(case, facts)
+        yield _let_go(case, facts) if _not_ours(case, facts) else _lost(case, facts)
+
+
+def _not_ours(case: Case, facts: NodeFacts) -> bool:
+    """The scheduler took the node from the run, or ended its allocation."""
+    job = case.evidence.jobs.get(facts.job)
+    return job is not None and (job.state.state != "RUNNING" or facts.node not in job.state.nodes)
+
+
+def _let_go(case: Case, facts: NodeFacts) -> Verdict:
+    return Verdict(
+        key=f"lost:{facts.node}:{facts.lost_seq}",
+        kind=Kind.SCHEDULER_EVENT,
+        scope=Scope.NODE,
+        rule="allocation_gone",
+        because=f"{facts.node} is not in job {facts.job} any more: its agent's end says nothing about the node",
+        confidence=Confidence.HIGH,
+        stops=in_use(case, facts.node),
+        evidence=(facts.lost_seq,),
+    )
 
 
 def _lost(case: Case, facts: NodeFacts) -> Verdict:

@@ -116,6 +116,8 @@ class SiteWatch:
         self.answered_mono_s = seen.asked_mono_s
         now = self.parts.clock.mono_s()
         todo: list[Allocation] = []
+        for node in present:
+            self.launches.tries.pop(node, None)
         for allocation in seen.allocations:
             if allocation.state != "RUNNING" or allocation.feeder:
                 continue
