@@ -18,6 +18,7 @@ from outlast.reliability.events import Outcome, StepsDone
 from outlast.reliability.hangs import Save
 from outlast.reliability.inbox import Beaten, Done, Gone, Heard, Joined, Noticed, Stacked
 from outlast.reliability.model import Node
+from outlast.reliability.parts import IdentityChanges
 from outlast.reliability.ports import Allocation, PortError
 from outlast.reliability.watch import Asked, SiteSeen, SiteSilent, changed_node
 from outlast.reliability.wire import Beat, Hello, StopRanks
@@ -81,6 +82,8 @@ class Inputs:
                 loop.see(checkpoint)
             case SiteSeen() as seen:
                 self._site(seen)
+            case IdentityChanges() as changes:
+                self._identity(changes)
             case SiteSilent(why=why):
                 if why != self.silent_site:
                     loop.note(f"the scheduler does not answer: {why}")
@@ -184,6 +187,16 @@ class Inputs:
         )
 
     # ------------------------------------------------------------ the scheduler and people
+
+    def _identity(self, changes: IdentityChanges) -> None:
+        """Other code, image or parameters than the run began with: held, unless a person has said `continue`."""
+        loop = self.loop
+        for text in (*changes.fatal, *changes.other):
+            loop.note(f"identity: {text}")
+        accepted = any(f.ask.what == "continue" for f in loop.state.evidence.asks)
+        if changes.fatal and not accepted and not loop.state.held:
+            what = "; ".join(changes.fatal)
+            loop.intend(m.Hold(why=f"the run is not made of what it began with: {what}; `outlast continue` accepts it"))
 
     def _site(self, seen: SiteSeen) -> None:
         loop = self.loop

@@ -17,6 +17,16 @@ from outlast.reliability.wire import RankStack
 if TYPE_CHECKING:
     from outlast.reliability.switchboard import Switchboard
 
+
+@dataclass(frozen=True)
+class IdentityChanges:
+    """What is not as it was when the run was frozen (identity.py), in words."""
+
+    fatal: tuple[str, ...]
+    """Another attempt would be another training."""
+    other: tuple[str, ...]
+
+
 FindSuspect = Callable[[Sequence[RankStack]], tuple[Rank | None, str]]
 """Stacks of all ranks -> the rank that waits for nobody (None: cannot be told) and how it was told."""
 
@@ -35,6 +45,8 @@ class Parts:
     find_suspect: FindSuspect
     on_event: Callable[[LogEvent], None] | None = None
     """Called with each event after it is durable: the narrator of a foreground run."""
+    identity_changes: Callable[[], IdentityChanges] | None = None
+    """Blocks: hashes the script and the image."""
     in_batch: bool = False
     """This supervisor runs in the allocation's batch script."""
     node: str = field(default="")

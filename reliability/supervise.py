@@ -122,7 +122,8 @@ async def _follow(run_dir: RunDir, seat: Seat) -> int | None:
             return None
         seat = now if now.epoch > seat.epoch else seat
         try:
-            await asyncio.wait_for(stop.wait(), _STANDBY_S)
+            async with asyncio.timeout(_STANDBY_S):
+                await stop.wait()
         except TimeoutError:
             continue
     return FENCED

@@ -18,7 +18,7 @@ from collections import deque
 
 from outlast.reliability import model as m
 from outlast.reliability import planning
-from outlast.reliability.acts import Acts
+from outlast.reliability.acts import Acts, call
 from outlast.reliability.attempt import Event, State, moved
 from outlast.reliability.decide import Situation, decide, grow
 from outlast.reliability.driver import Move, drive
@@ -31,12 +31,14 @@ from outlast.reliability.inputs import Inputs
 from outlast.reliability.parts import Parts
 from outlast.reliability.planner import Planner
 from outlast.reliability.policy import judge
+from outlast.reliability.ports import PortError
 from outlast.reliability.rules import RULES
 from outlast.reliability.runstate import OpenAct, RunState, advance
 from outlast.reliability.sending import Sender
 from outlast.reliability.watch import SiteWatch
 
 TICK_S = 0.25
+IDENTITY_S = 600.0
 FENCED = 75
 _NOW = (m.Drain, m.Advise, m.Feed, m.Hold, m.Requeue, m.RollBack)
 """Actions that are carried out at once, in a task of their own."""
@@ -67,6 +69,7 @@ class Supervisor:
         """Until the run is over (its exit code) or another supervisor has taken over (75)."""
         watching = asyncio.create_task(self.watch.forever())
         listening = asyncio.create_task(self._listen())
+        comparing = asyncio.create_task(self._compare_identity())
         try:
             while True:
                 await self._rest()
@@ -81,6 +84,7 @@ class Supervisor:
             self.watch.closing = True
             watching.cancel()
             listening.cancel()
+            comparing.cancel()
             for task in self.performing.values():
                 task.cancel()
 
@@ -118,7 +122,8 @@ class Supervisor:
             timeout = min(timeout, max(0.0, self.again_at_s - self.now_s()))
         if not self.inbox:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.awake.wait(), timeout)
+                async with asyncio.timeout(timeout):
+                    await self.awake.wait()
         self.awake.clear()
 
     async def _cannot_write(self, why: str) -> None:
@@ -142,6 +147,14 @@ class Supervisor:
         self.parts.board.set_roster(self.state.evidence.present)
         if now is not None:
             self.parts.board.steps_through(now.plan.attempt, max(0, now.last_step))
+
+    async def _compare_identity(self) -> None:
+        """Whether the run is still made of what it began with; an image is hashed beside the loop."""
+        if self.parts.identity_changes is not None:
+            try:
+                self.put(await call(self.parts.identity_changes, timeout_s=IDENTITY_S))
+            except (PortError, OSError, ValueError) as error:
+                self.put(f"identity.json cannot be compared: {error}")
 
     def put(self, item: object) -> None:
         """Something new; taken up in order."""

@@ -97,7 +97,8 @@ class SiteWatch:
                 self.put(SiteSilent(why=str(error)))
             self.asked = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poke.wait(), self.parts.poll_s)
+                async with asyncio.timeout(self.parts.poll_s):
+                    await self._poke.wait()
 
     async def _ask(self) -> SiteSeen:
         asked = self.parts.clock.mono_s()

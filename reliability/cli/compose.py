@@ -13,7 +13,7 @@ from outlast.reliability.clock import SteadyClock
 from outlast.reliability.config import load_frozen
 from outlast.reliability.events import LogEvent
 from outlast.reliability.model import Node, Rank
-from outlast.reliability.parts import Parts
+from outlast.reliability.parts import IdentityChanges, Parts
 from outlast.reliability.policy import Policy
 from outlast.reliability.ports import CheckpointStore, Cluster, Starter
 from outlast.reliability.rundir import RunDir
@@ -83,12 +83,25 @@ def make_parts(
         board=board,
         find_suspect=find_suspect,
         on_event=on_event,
+        identity_changes=lambda: identity_changes(run_dir, run),
         in_batch=in_batch,
         node=node,
         can_feed=slurm,
         has_drains=slurm,
         can_requeue=slurm and in_batch,
         poll_s=2.0 if not slurm else 3.0,
+    )
+
+
+def identity_changes(run_dir: RunDir, run: RunFile) -> IdentityChanges:
+    from outlast.reliability.identity import Policy as Weight
+    from outlast.reliability.identity import compare, read_identity, take_identity
+
+    changes = compare(read_identity(run_dir.identity), take_identity(run, run_dir.name))
+    words = [(c.policy, f"{c.name} was {c.was or 'absent'}, is {c.now or 'absent'}") for c in changes]
+    return IdentityChanges(
+        fatal=tuple(text for weight, text in words if weight is Weight.FATAL),
+        other=tuple(text for weight, text in words if weight is Weight.WARN),
     )
 
 

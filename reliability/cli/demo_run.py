@@ -26,6 +26,8 @@ from outlast.reliability.runfile import Checkpoint, Cluster, LayoutAsked, Limits
 
 TARGET = 60
 GLOBAL_BATCH = 8
+LR = 5e-4
+"""Low enough for stable training: else rounding alone grows tenfold every few steps after a change of layout."""
 SAVE_EVERY = 10
 XID_AT, EXCEPTION_AT, CRASH_AT = 24, 37, 48
 XID_LINE = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
@@ -159,6 +161,7 @@ class Demo:
                 term_grace_s=1.0,
                 start_timeout_s=120.0,
             ),
+            params={"lr": LR},
             run_root=str(self.directory),
         )
 

@@ -58,6 +58,10 @@ COMMANDS: Final = {
     "status": Entry("status", "status", "Where runs stand: state, train_step, loss, nodes, last incident."),
     "report": Entry("report", "report", "Where each second of a run went, its incidents and its loss curve."),
     "explain": Entry("report", "explain", "One incident in full: evidence, rule, action, cost, how to undo it."),
+    "replay": Entry(
+        "replay", "replay", "Yesterday's logs against a policy: what it would have drained, restarted, paged."
+    ),
+    "policy": Entry("policy", "policy", "Check a site's catalogue rows: what they change, and what that means."),
     "doctor": Entry("doctor", "doctor", "Whether this place is fit: Slurm's settings, rights, file system, packages."),
     "config": Entry("config", "config", "Check a RUN.yaml, or print its JSON Schema for editors."),
     "check": Entry("check", "check", "Test this node: the gate before an attempt, and Slurm's health check."),

@@ -28,6 +28,8 @@ from outlast.slurm.testbed import Testbed
 
 TARGET = 60
 SAVE_EVERY = 10
+LR = 5e-4
+"""Low enough that training is stable: else rounding alone, after a change of layout, grows tenfold every few steps."""
 STEP_S = 0.12
 """A train_step is slowed to about this, so that there is a "during" to break things in."""
 XID = "NVRM: Xid (PCI:0000:3b:00): {code}, pid='<unknown>', name=<unknown>, {text}\n"
@@ -63,7 +65,7 @@ class Run:
         return RunFile(
             name=name,
             task=Task(module="outlast.launchers.trainer", kind="reference", env=env),
-            params={"data_dir": str(root / "data"), "micro_batch": None},
+            params={"data_dir": str(root / "data"), "lr": LR},
             cluster=Cluster(kind="slurm", kernel_log=str(self.files / "kernel" / "%n"), **cluster),
             layout=LayoutAsked(global_batch=8, micro_batch=2),
             train_steps=TARGET,
