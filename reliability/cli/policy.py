@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,6 +13,7 @@ from outlast.reliability.catalogue import FILES, TABLES, Catalogue, CatalogueErr
 from outlast.reliability.cli.common import as_json
 from outlast.reliability.cli.show import print_json, visible
 from outlast.reliability.findings import ConfigError, Finding
+from outlast.reliability.model import Noun
 from outlast.reliability.policy_check import Tables, changes, check_tables
 
 _TABLE_BYTES = 4 << 20
@@ -66,18 +70,23 @@ def _read(path: Path) -> object:
 def _tables(site: Catalogue | None, files: Path, data: object = None) -> Tables:
     """The rows by key: all of the built-in tables, or those that the site's file names."""
     built_in = load_catalogue(None)
-    keys = {table: _keys_of(table, files) for table in TABLES}
+    keys = {table: list(_keys_of(table, files)) for table in TABLES}
     if isinstance(data, dict):
         keys = {table: [*keys[table], *(k for k in data.get(table, {}) if k not in keys[table])] for table in TABLES}
     chosen = site or built_in
-    look = {"sxids": chosen.sxid, "kernel": chosen.kernel, "rank_log": chosen.rank_log}
+    look: dict[str, Callable[[Any], Noun | None]] = {
+        "sxids": chosen.sxid,
+        "kernel": chosen.kernel,
+        "rank_log": chosen.rank_log,
+    }
     tables = {name: {k: row for k in keys[name] if (row := find(k)) is not None} for name, find in look.items()}
     return {"xids": chosen.xids, **tables}
 
 
-def _keys_of(table: str, files: Path) -> list[object]:
+@lru_cache
+def _keys_of(table: str, files: Path) -> tuple[object, ...]:
     import yaml
 
     name = {"xids": "xid.yaml", "sxids": "sxid.yaml", "kernel": "kernel.yaml", "rank_log": "rank_log.yaml"}[table]
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return list(yaml.load((files / name).read_bytes(), Loader=loader)[table])
+    return tuple(yaml.load((files / name).read_bytes(), Loader=loader)[table])
