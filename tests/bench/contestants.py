@@ -38,6 +38,11 @@ def _trainer_flags(place: Path, data: Path) -> list[str]:
     return ["--data-dir", str(data), *sizes, *saving]
 
 
+def _elastic_flags(place: Path) -> list[str]:
+    own_logs = ["--log-dir", str(place / "logs")]  # else a directory in /tmp that stays
+    return ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3", *own_logs]
+
+
 class Outlast:
     """`outlast run` on the local cluster: one node of four ranks, all limits at their defaults."""
 
@@ -69,7 +74,7 @@ class Torchrun:
         self._interval = [] if monitor_s is None else ["--monitor-interval", f"{monitor_s:g}"]
 
     def words(self, place: Path, data: Path) -> list[str]:
-        own = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3", *self._interval]
+        own = [*_elastic_flags(place), *self._interval]
         program = [str(PROGRAM), *_trainer_flags(place, data)]
         return [sys.executable, "-P", "-m", "torch.distributed.run", *own, *program]
 
@@ -89,7 +94,7 @@ class FtLauncher:
         self._packages = packages
 
     def words(self, place: Path, data: Path) -> list[str]:
-        own = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "3"]
+        own = _elastic_flags(place)
         beats = ["--ft-initial-rank-heartbeat-timeout", "300", "--ft-rank-heartbeat-timeout", "60"]
         program = [str(PROGRAM), *_trainer_flags(place, data)]
         module = "nvidia_resiliency_ext.fault_tolerance.launcher"
