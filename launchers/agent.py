@@ -33,7 +33,7 @@ from outlast.launchers.keeper import Keeper
 from outlast.launchers.link import AgentLink, Command, Introduction, Say
 from outlast.launchers.logs import Pump
 from outlast.launchers.nest import Nest, NestError
-from outlast.launchers.node_gate import look_at_node
+from outlast.launchers.node_gate import look_at_node, rank_marker
 from outlast.launchers.recorder import NODE_ENV
 from outlast.launchers.successor import Successor
 from outlast.monitors.kmsg import KernelLog
@@ -76,9 +76,10 @@ class Agent:
         *,
         hear: Callable[[Signal], None],
         address: str = "127.0.0.1",
+        rank_marker: str = "",
     ) -> None:
         self.run_dir, self.run, self.node, self.keeper = run_dir, run, node, keeper
-        self.hear, self.address = hear, address
+        self.hear, self.address, self.rank_marker = hear, address, rank_marker
         self.ended = asyncio.Event()
         self.exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,7 +143,14 @@ class Agent:
         if held.state in ("idle", "clear"):
             held.state = "gating"
         limit_s, gpus = self.run.limits.gate_timeout_s, self.run.cluster.gpus_per_node
-        found = await look_at_node(self.address, gpus=gpus, timeout_s=limit_s, helpers=self.keeper.helpers)
+        found = await look_at_node(
+            self.address,
+            gpus=gpus,
+            timeout_s=limit_s,
+            helpers=self.keeper.helpers,
+            run_dir=self.run_dir.root,
+            marker=self.rank_marker,
+        )
         if held.state == "gating":
             held.state = "clear" if held.attempt else "idle"
         self.hear(
@@ -222,7 +230,15 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
         hear=lambda s: link.report(s),
         on_change=lambda: link.beat_now(),
     )
-    agent = Agent(run_dir, run, me.node, keeper, hear=lambda s: link.report(s), address=me.address)
+    agent = Agent(
+        run_dir,
+        run,
+        me.node,
+        keeper,
+        hear=lambda s: link.report(s),
+        address=me.address,
+        rank_marker=rank_marker(nest.root),
+    )
     link = AgentLink(
         run_dir=run_dir,
         secret=secret,

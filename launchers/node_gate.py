@@ -1,20 +1,30 @@
 """The gate before an attempt: is this node fit, and which port is free on it. A thin use of monitors/gate.py.
 
+    the run directory is writable here    all GPUs are there and well    no rank of an earlier attempt is left
+
 The gate runs in a process of its own with a deadline: it asks drivers and file systems that may hang. No answer is
-not a fault; it is unknown, and the start of the ranks will tell.
+not a fault; it is unknown, and the start of the ranks will tell. A file system that is full is full for every node
+of the run: that convicts none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from outlast.launchers.recorder import STOP_FILE_ENV
 from outlast.reliability.model import GateOutcome
+
+_EVERYBODYS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
+"""What a shared file system says to all nodes alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +34,33 @@ class NodeLook:
     free_port: int
 
 
-async def look_at_node(address: str, *, gpus: int, timeout_s: float, helpers: set[int]) -> NodeLook:
+async def look_at_node(
+    address: str,
+    *,
+    gpus: int,
+    timeout_s: float,
+    helpers: set[int],
+    run_dir: Path | None = None,
+    marker: str = "",
+) -> NodeLook:
     """Run the gate. Never raises. Its pid is among `helpers` meanwhile, so that no ladder takes it for a rank's."""
-    outcome, findings = await _ask_gate(gate_words(gpus, timeout_s), timeout_s, helpers)
+    words = gate_words(gpus, timeout_s, run_dir=run_dir, marker=marker)
+    outcome, findings = await _ask_gate(words, timeout_s, helpers)
     return NodeLook(outcome=outcome, findings=findings, free_port=await asyncio.to_thread(free_port, address))
 
 
-def gate_words(gpus: int, timeout_s: float) -> list[str]:
+def gate_words(gpus: int, timeout_s: float, *, run_dir: Path | None = None, marker: str = "") -> list[str]:
     """The gate's command line. Its own deadline comes first, so that it can say what it did not get to see."""
     words = [sys.executable, "-P", "-m", "outlast.monitors.gate", "--json", "--skip", "port"]
-    return [*words, "--deadline", f"{max(1.0, min(10.0, timeout_s / 2)):g}", *(["--gpus", str(gpus)] if gpus else [])]
+    words += ["--deadline", f"{max(1.0, min(10.0, timeout_s / 2)):g}"]
+    words += ["--gpus", str(gpus)] if gpus else []
+    words += ["--path", str(run_dir)] if run_dir is not None else []
+    return [*words, *(["--marker", marker] if marker else [])]
+
+
+def rank_marker(nest: Path) -> str:
+    """What stands in the environment of this node's ranks alone. `nest`: the agent's own place (launchers/nest.py)."""
+    return f"{STOP_FILE_ENV}={nest}/"
 
 
 def free_port(address: str) -> int:
@@ -70,7 +97,12 @@ def parse_answer(out: bytes) -> tuple[GateOutcome, tuple[str, ...]]:
         report = _decoder.decode(out)
     except msgspec.MsgspecError as e:
         return GateOutcome.UNKNOWN, (f"the gate's answer could not be read: {e}",)
-    return report.outcome, tuple(str(f) for f in report.findings if f.outcome is not GateOutcome.WELL)
+    bad = [f.of_this_node() for f in report.checks if f.outcome is not GateOutcome.WELL]
+    outcomes = {f.outcome for f in bad} or {report.outcome}
+    for worst in (GateOutcome.FAULT, GateOutcome.UNKNOWN):
+        if worst in outcomes:
+            return worst, tuple(map(str, bad))
+    return GateOutcome.WELL, ()
 
 
 class _Finding(msgspec.Struct):
@@ -85,10 +117,15 @@ class _Finding(msgspec.Struct):
         expected = f", expected {self.expected}" if self.expected else ""
         return f"{self.check}: {self.outcome}: {self.found}{expected}"
 
+    def of_this_node(self) -> _Finding:
+        if self.check.startswith("writable ") and self.found in _EVERYBODYS:
+            return msgspec.structs.replace(self, outcome=GateOutcome.UNKNOWN)
+        return self
+
 
 class _Report(msgspec.Struct):
     outcome: GateOutcome
-    findings: list[_Finding] = []
+    checks: list[_Finding] = []
 
 
 _decoder = msgspec.json.Decoder(_Report)

@@ -191,7 +191,7 @@ def test_the_earliest_phase_is_of_those_that_say_one() -> None:
 
 
 def test_the_gates_answer_is_read_or_unknown() -> None:
-    bad = b'{"outcome": "fault", "free_port": 0, "findings": [{"check": "gpu", "outcome": "fault", "found": "3 GPUs"},'
+    bad = b'{"outcome": "fault", "free_port": 0, "checks": [{"check": "gpu", "outcome": "fault", "found": "3 GPUs"},'
     outcome, findings = parse_answer(bad + b'{"check": "shm", "outcome": "well", "found": "", "expected": ""}]}')
     assert (outcome, findings) == (GateOutcome.FAULT, ("gpu: fault: 3 GPUs",))
     assert parse_answer(b"Traceback")[0] is GateOutcome.UNKNOWN
