@@ -3,7 +3,9 @@
     lease lapsed -> show myself in orphans/<epoch>/<node> -> who else shows itself? -> my turn? -> start the successor
                         a counter, rewritten each 0.5 s        fresh: it changed within 3 s of MY clock
 
-The rule (`should_start`) is pure: the lowest-index agent of the roster among those who see a majority of it. It needs
+The rule (`should_start`) is pure: the lowest-index agent of the roster among those who see a majority of it. Exactly
+half is enough where the event log has stood still for much longer: a supervisor that lived on the other side would
+have written that it lost us. It needs
 no clock that two nodes share and no message between agents: the run directory is the one thing that all of them, and
 the successor, need anyway. It does not have to be perfect: agents with different views may start two successors, and
 the fence lets one of them hold the epoch. If whoever's turn it is brings nothing up, the turn passes on.
@@ -28,21 +30,33 @@ from outlast.reliability.rundir import RunDir
 
 _FILES_S: Final = 5.0
 _MAX_TURN_FACTOR: Final = 8
+_QUIET_LEASES: Final = 3.0
 _FEW: Final = 64
 """In a run of so many agents each looks at all others; in a larger one first at so many of those before it."""
 
 
+def enough(alive: Collection[Node], roster: Collection[Node], *, quiet: bool) -> bool:
+    """A majority, or exactly half while the event log is quiet: a run of two nodes must outlive the first."""
+    return 2 * len(alive) > len(roster) or (quiet and 2 * len(alive) == len(roster))
+
+
 def should_start(
-    me: Node, roster: Sequence[Node], fresh_orphans: Collection[Node], epoch: int, *, passed: Collection[Node] = ()
+    me: Node,
+    roster: Sequence[Node],
+    fresh_orphans: Collection[Node],
+    epoch: int,
+    *,
+    passed: Collection[Node] = (),
+    quiet: bool = False,
 ) -> bool:
-    """Whether I am the one: lowest in index order of those alive, `passed` left out, and a majority is alive.
+    """Whether I am the one: lowest in index order of those alive, `passed` left out, and enough of them are alive.
 
     `epoch` is the one whose lease has lapsed; below 1 nobody has supervised yet, and who launched us will.
     """
     if epoch < 1 or me not in roster:
         return False
     alive = {me, *fresh_orphans}.intersection(roster)
-    if 2 * len(alive) <= len(roster):
+    if not enough(alive, roster, quiet=quiet):
         return False
     return next((n for n in roster if n in alive and n not in passed), None) == me
 
@@ -89,10 +103,11 @@ class Turns:
         epoch: int,
         *,
         complete: bool = True,
+        quiet: bool = False,
     ) -> bool:
         """True: start the successor now. `complete`: all of the roster was looked at, not only those before me."""
         alive = [n for n in roster if n == me or n in fresh]
-        if complete and 2 * len(alive) <= len(roster):
+        if complete and not enough(alive, roster, quiet=quiet):
             # nobody's turn, else two sides that meet again would disagree on whose it is
             self._passed.clear()
             self._holder = None
@@ -105,7 +120,7 @@ class Turns:
             self._holder, self._since_s, self._started = self._next(alive), now_s, False
         if self._holder != me or self._started:
             return False
-        if not should_start(me, roster, fresh, epoch, passed=self._passed):
+        if not should_start(me, roster, fresh, epoch, passed=self._passed, quiet=quiet):
             self._since_s = now_s  # all that may be alive have yet to be looked at: my turn has not begun
             return False
         self._started = True
@@ -167,6 +182,8 @@ class Election:
         self._orphaned_s: float | None = None
         self._freshness, self._turns = Freshness(), Turns(turn_s)
         self._starting: asyncio.Task[None] | None = None
+        self._log_bytes: int | None = None
+        self._log_moved_s = 0.0
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -207,11 +224,18 @@ class Election:
         self._counter += 1
         counter, folder, names = self._counter, self._folder(epoch), self._worth_reading()
 
-        def exchange() -> dict[Node, int]:
+        def exchange() -> tuple[dict[Node, int], int | None]:
             _show(folder, self._me, counter)
-            return _look_at(folder, names)
+            return _look_at(folder, names), _size_bytes(self._run_dir.events)
 
-        self._freshness.saw(await self._aside.call(exchange, timeout_s=_FILES_S), self._mono_s())
+        counters, log_bytes = await self._aside.call(exchange, timeout_s=_FILES_S)
+        self._freshness.saw(counters, self._mono_s())
+        if log_bytes is None or log_bytes != self._log_bytes:
+            self._log_bytes, self._log_moved_s = log_bytes, self._mono_s()
+
+    def _quiet(self) -> bool:
+        """Nobody has written a line for so long that no supervisor can be at work, not even out of our reach."""
+        return self._mono_s() - self._log_moved_s > _QUIET_LEASES * self._lease_s
 
     async def _decide(self, epoch: int) -> None:
         now_s = self._mono_s()
@@ -221,7 +245,7 @@ class Election:
         complete = len(roster) <= _FEW
         if epoch != self._lease.epoch:
             return
-        if not self._turns.step(now_s, self._me, roster, fresh, epoch, complete=complete):
+        if not self._turns.step(now_s, self._me, roster, fresh, epoch, complete=complete, quiet=self._quiet()):
             return
         found = await self._aside.call(lambda: highest_number(self._run_dir), timeout_s=_FILES_S)
         if found > epoch or (self._starting is not None and not self._starting.done()):
@@ -279,6 +303,18 @@ def _look_at(folder: Path, nodes: Sequence[Node]) -> dict[Node, int]:
             finally:
                 os.close(fd)
     return counters
+
+
+def _size_bytes(path: Path) -> int | None:
+    """None where it cannot be told."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # opened anew: a remembered size would be an old one
+    except OSError:
+        return None
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
 
 
 def _name(node: Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -176,9 +177,9 @@ ABC = (Node("a"), Node("b"), Node("c"))
 
 
 async def watch(
-    run_dir: RunDir, alive: tuple[Node, ...], lapsed_s: float, until_started: int
+    run_dir: RunDir, alive: tuple[Node, ...], lapsed_s: float, until_started: int, roster: tuple[Node, ...] = ABC
 ) -> list[tuple[Node, int]]:
-    leases = {n: Lease(roster=ABC) for n in alive}
+    leases = {n: Lease(roster=roster) for n in alive}
     started: list[tuple[Node, int]] = []
     tasks = [asyncio.create_task(e.run()) for e in elections(run_dir, leases, started).values()]
     try:
@@ -208,6 +209,39 @@ def test_where_the_lowest_is_dead_the_next_starts_and_then_its_next(tmp_path: Pa
 @pytest.mark.slow
 def test_one_of_three_starts_nothing(tmp_path: Path) -> None:
     assert asyncio.run(watch(RunDir(root=tmp_path), (Node("a"),), 1.5, 1)) == []
+
+
+def test_half_is_enough_only_while_the_log_is_quiet() -> None:
+    two = (Node("a"), Node("b"))
+    assert not should_start(Node("b"), two, (), 1)
+    assert should_start(Node("b"), two, (), 1, quiet=True)
+    assert not should_start(Node("b"), ABC, (), 1, quiet=True)
+
+
+@pytest.mark.slow
+def test_one_of_two_starts_when_nobody_writes_the_log_any_more(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    run_dir.events.write_text("a line\n")
+    assert asyncio.run(watch(run_dir, (Node("b"),), 10.0, 1, roster=ABC[:2])) == [(Node("b"), 2)]
+
+
+@pytest.mark.slow
+def test_one_of_two_starts_nothing_while_somebody_writes_the_log(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.wait(0.02):
+            with run_dir.events.open("a") as log:
+                log.write("a line\n")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert asyncio.run(watch(run_dir, (Node("b"),), 2.0, 1, roster=ABC[:2])) == []
+    finally:
+        stop.set()
+        writer.join(5)
 
 
 @pytest.mark.slow

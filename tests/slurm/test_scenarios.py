@@ -246,6 +246,22 @@ def test_no_spare_left_shrinks_and_a_feeder_brings_a_replacement(start, referenc
     idle_testbed.start_node(bad)
 
 
+def test_the_batch_node_of_two_is_lost_and_the_other_trains_on(start, reference, idle_testbed):
+    run = start(spares=0, feed=False)
+    run.until_step(12)
+    bad = run.plan.nodes[0]
+    idle_testbed.crash_node(bad)
+    run.until("the smaller layout", lambda: run.plan.layout.dp == 1, 90)
+    shrunk_at = run.plan.restore_step
+    assert run.until_ended() == "finished"
+    run.check_result(reference, exact_until=shrunk_at)
+    run.check_plans()
+    run.check_drained()
+    assert highest_number(run.run_dir) == 2
+    run.until_job_over()
+    idle_testbed.start_node(bad)
+
+
 def test_an_allocation_that_cannot_carry_the_run_is_queued_again_without_the_bad_node(start, reference, idle_testbed):
     run = start(spares=0, nodes_min=2, feed=False)
     run.until_step(12)
