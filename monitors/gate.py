@@ -11,7 +11,6 @@ to syslog, since a typo must not drain a cluster.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -248,9 +247,7 @@ def main(argv: list[str]) -> int:
         if asked.help:
             sys.stdout.write(USAGE)
             return 0
-        if asked.node:
-            return _elsewhere(asked)
-        report = run_gate(asked.config)
+        report = _elsewhere(asked) if asked.node else run_gate(asked.config)
     except UsageError as e:
         if hook:
             return _to_syslog(f"not run: {e}")
@@ -293,29 +290,21 @@ def _to_syslog(text: str) -> int:
     return 0
 
 
-def _elsewhere(asked: Asked) -> int:
-    """The same check on another node, as a Slurm step of its own; inside an allocation beside what runs there."""
-    import subprocess
+def _elsewhere(asked: Asked) -> GateReport:
+    """The report of another node; unknown where it gives none."""
+    from outlast.monitors.gate_elsewhere import ask
 
-    inside = ["--overlap", f"--jobid={os.environ['SLURM_JOB_ID']}"] if "SLURM_JOB_ID" in os.environ else []
-    words = [
-        "srun",
-        "--nodes=1",
-        "--ntasks=1",
-        f"--nodelist={asked.node}",
-        "--quiet",
-        *inside,
-        "outlast",
-        "check",
-        *asked.rest,
+    far = ask(asked.node, asked.rest, asked.config.deadline)
+    if far.report is None:
+        return GateReport(UNKNOWN, (Finding(f"node {asked.node}", UNKNOWN, far.why),))
+    rows = far.report.get("checks")
+    findings = [
+        Finding(*(str(row.get(field, ""))[:1000] for field in Finding._fields))
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
     ]
-    try:
-        return subprocess.run(words, check=False, timeout=60 + asked.config.deadline).returncode
-    except FileNotFoundError:
-        sys.stderr.write("outlast check: srun is not here: run it on the node itself\n")
-    except subprocess.TimeoutExpired:
-        sys.stderr.write(f"outlast check: {asked.node} gave no answer in time\n")
-    return EXIT[UNKNOWN]
+    port = far.report.get("free_port")
+    return GateReport(str(far.report["outcome"]), tuple(findings), port if isinstance(port, int) else 0)
 
 
 if __name__ == "__main__":
