@@ -97,6 +97,7 @@ class Planner:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
         loop.record(AttemptPlanned(plan=plan))
+        loop.awake.set()  # the gate is asked in the next turn, not at the next tick
 
     async def _choose(self) -> None:
         loop = self.loop

@@ -41,8 +41,11 @@ class Policy(Noun, frozen=True, kw_only=True):
 
     xid: Callable[[int], XidMeaning]
     """The catalogue: code -> what it means (XID 154 is read by its text, rules_node.py)."""
-    settle_s: float = 2.0
-    """After a rank's death, wait this long for the kernel's word before blaming the program."""
+    settle_s: float = 0.5
+    """After a rank's death, wait this long for the kernel's word before blaming the program. Its lines arrive within
+    milliseconds, and one that comes later still convicts: it then costs a second restart."""
+    consequence_s: float = 2.0
+    """After a line that blames a program, wait this long for a rank to die of it."""
     echo_s: float = 6.0
     """The same where every rank that died only saw a peer go: a lost node is noticed within this."""
     burst_s: float = 60.0

@@ -110,7 +110,7 @@ def other_xids(case: Case) -> Iterator[Finding]:
             died = now is not None and fact.attempt == now.plan.attempt and bool(now.exits)
             if died:
                 continue  # the death has its own verdict, which weighs this line
-            due = fact.seen_s + case.policy.settle_s
+            due = fact.seen_s + case.policy.consequence_s
             if case.now_s < due:
                 yield _pending(due, facts.node)
                 continue

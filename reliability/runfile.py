@@ -110,7 +110,7 @@ class Limits(Noun, frozen=True, kw_only=True):
     term_grace_s: Seconds = 10.0
     kill_grace_s: Seconds = 10.0
     gate_timeout_s: Seconds = 60.0
-    settle_s: Seconds = 2.0
+    settle_s: Seconds = 0.5
     """After a rank's death, wait this long for the kernel's word before blaming the program."""
     hold_max_s: Seconds = 86400.0
     """A held run gives its allocation back after this."""
