@@ -46,9 +46,7 @@ def expected(state: RunState, site: SiteView) -> int:
     return sum(
         1
         for n in nodes
-        if not state.evidence.node(n).present
-        and n not in state.excluded
-        and n not in site.launch_refused
+        if not state.evidence.node(n).present and n not in state.excluded and n not in site.launch_refused
     )
 
 
