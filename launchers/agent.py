@@ -251,7 +251,7 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
     successor = Successor(run_dir, me.node, keep=keeper.helpers.add)
 
     async def succeed(epoch: int) -> None:
-        log.warning("starting a supervisor for epoch %d: pid %d", epoch, successor.start())
+        log.warning("starting a supervisor for epoch %d: pid %d", epoch, successor.start(epoch))
 
     election = Election(
         run_dir=run_dir, me=me.node, lease=link, lease_s=run.limits.lease_s, start_successor=succeed, note=log.info

@@ -32,14 +32,22 @@ class Successor:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> int:
+    def start(self, epoch: int = 0) -> int:
         """Start it, unless one of ours is still at work; its pid. OSError where it cannot be started."""
         if self._process is not None and self.alive:
             return self._process.pid
         env = {**os.environ, NODE_ENV: self._node}
         # what it starts (srun and the agents behind it) is not below this agent, and must not look so
         env.pop(TREE_ENV, None)
-        words = ["outlast.reliability.app", "run", "--run-dir", str(self._run_dir.root), "--successor"]
+        words = [
+            "outlast.reliability.app",
+            "run",
+            "--run-dir",
+            str(self._run_dir.root),
+            "--successor",
+            "--epoch",
+            str(epoch),
+        ]
         with open(self._output(), "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "outlast.launchers.successor", str(os.getpid()), *words],

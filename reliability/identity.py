@@ -83,7 +83,9 @@ def take_identity(run: RunFile, name: str) -> Identity:
 
 def _items(run: RunFile) -> Iterator[Item]:
     workdir = Path(run.task.workdir or ".")
-    commit, dirty = _git(workdir, "rev-parse", "HEAD"), _git(workdir, "status", "--porcelain", "-uno")
+    commit = dirty = ""
+    if run.task.workdir:  # without one, "here" is another place on another node
+        commit, dirty = _git(workdir, "rev-parse", "HEAD"), _git(workdir, "status", "--porcelain", "-uno")
     yield Item(name="code_commit", value=commit, policy=Policy.WARN)
     yield Item(name="code_changes_sha256", value=_sha256(dirty.encode()) if dirty else "", policy=Policy.WARN)
     script = workdir / run.task.script if run.task.script else None

@@ -34,9 +34,12 @@ _STANDBY_S = 1.0
 
 
 async def supervise(
-    run_dir: RunDir, build: Build, *, secret: bytes, host: str, node: str, why: str, stand_by: bool
+    run_dir: RunDir, build: Build, *, secret: bytes, host: str, node: str, why: str, stand_by: bool, epoch: int = 0
 ) -> int:
-    """Supervise until the run is over; its exit code. 75: another supervises, and we were not to stand by."""
+    """Supervise until the run is over; its exit code. 75: another supervises, and we were not to stand by.
+
+    `epoch`: take exactly this one, as the agents agreed; 0 the next free one.
+    """
     while True:
         seat = await asyncio.to_thread(highest, run_dir)
         if seat is not None and await answers(seat, secret):
@@ -46,19 +49,21 @@ async def supervise(
             if code is not None:
                 return code
             continue  # its supervisor died and nobody took over: the seat is free
-        code = await _supervise(run_dir, build, secret=secret, host=host, node=node, why=why)
+        code = await _supervise(run_dir, build, secret=secret, host=host, node=node, why=why, epoch=epoch)
         if code != FENCED or not stand_by:
             return code
 
 
-async def _supervise(run_dir: RunDir, build: Build, *, secret: bytes, host: str, node: str, why: str) -> int:
+async def _supervise(
+    run_dir: RunDir, build: Build, *, secret: bytes, host: str, node: str, why: str, epoch: int
+) -> int:
     board = Switchboard(secret=secret)
     bound = await board.listen(host)
     parts = build(board)
     try:
         seat = take(
             run_dir,
-            Seat(epoch=0, node=node, pid=os.getpid(), host=bound[0], port=bound[1], at_s=parts.clock.wall_s()),
+            Seat(epoch=epoch, node=node, pid=os.getpid(), host=bound[0], port=bound[1], at_s=parts.clock.wall_s()),
         )
     except Fenced:
         await board.close()

@@ -28,6 +28,7 @@ def run_supervisor(
     *,
     why: str,
     in_batch: bool = False,
+    epoch: int = 0,
     cluster: Cluster | None = None,
     on_event: Callable[[LogEvent], None] | None = None,
 ) -> int:
@@ -41,7 +42,9 @@ def run_supervisor(
         return make_parts(run_dir, run, board, chosen, node=node, in_batch=in_batch, on_event=on_event)
 
     host = address_of(chosen, run, Node(node))
-    return asyncio.run(supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch))
+    return asyncio.run(
+        supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch, epoch=epoch)
+    )
 
 
 def make_cluster(run_dir: RunDir, run: RunFile) -> Cluster:

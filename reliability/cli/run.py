@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--run-dir", type=click.Path(path_type=Path), help="Go on with the run of this directory instead.")
 @click.option("--in-batch", is_flag=True, help="This is the run's batch script: stand by while another supervises.")
 @click.option("--successor", is_flag=True, help="Started by agents whose supervisor fell silent.")
+@click.option("--epoch", type=click.IntRange(0), default=0, hidden=True, help="Take exactly this epoch or none.")
 @click.option("--quiet", is_flag=True, help="Write the event log alone, no lines for a person.")
 def run(
     run_file: Path | None,
@@ -30,6 +31,7 @@ def run(
     run_dir: Path | None,
     in_batch: bool,
     successor: bool,
+    epoch: int,
     quiet: bool,
 ) -> int:
     """Supervise a run here until it is over.
@@ -42,8 +44,8 @@ def run(
 
     Ctrl-C and SIGTERM outside a batch script end the run: it is your will, and recorded as that.
 
-    Exit codes: 0 finished or stopped, 1 failed or cancelled, 2 wrong use or configuration, 3 held for too long,
-    75 another supervisor is alive.
+    Exit codes: 0 finished or stopped, 1 failed or cancelled, 2 wrong use or configuration, 75 another supervisor is
+    alive. A run that was held for longer than limits.hold_max_s ends as failed.
     """
     if (run_file is None) == (run_dir is None):
         raise click.UsageError("expected RUN.yaml for a new run, or --run-dir DIR to go on with one")
@@ -54,7 +56,7 @@ def run(
     from outlast.reliability.cli.compose import run_supervisor
 
     in_batch = in_batch or bool(run_file and os.environ.get("SLURM_JOB_ID"))
-    return run_supervisor(place, why=why, in_batch=in_batch, on_event=None if quiet else tell(place))
+    return run_supervisor(place, why=why, in_batch=in_batch, epoch=epoch, on_event=None if quiet else tell(place))
 
 
 def _open(path: Path) -> RunDir:

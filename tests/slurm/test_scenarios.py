@@ -305,3 +305,22 @@ def _expand(nodes: str) -> set[str]:
     from outlast.slurm.hostlist import expand
 
     return set(expand(nodes))
+
+
+@pytest.mark.long
+def test_a_run_whose_job_ran_out_of_time_goes_on_in_a_new_job(start, reference, idle_testbed):
+    from click.testing import CliRunner
+
+    from outlast.reliability.cli.submit import submit
+
+    run = start(spares=0, feed=False, step_s=1.5)
+    run.until_step(12)
+    # the time limit, told by hand: a test need not wait for a minute
+    idle_testbed.run(["scontrol", "update", f"JobId={run.job}", "TimeLimit=00:00:01"])
+    run.until("the job's end", lambda: run.squeue() in ("", "TIMEOUT"), 120)
+    assert not run.of(RunEnded), run.story()
+    done = CliRunner().invoke(submit, ["--run-dir", str(run.run_dir.root)], standalone_mode=False)
+    assert done.return_value == 0, done.output
+    assert run.until_ended() == "finished"
+    run.check_result(reference)
+    run.check_drained()
