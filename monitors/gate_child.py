@@ -102,7 +102,9 @@ def _lock_file(name: str) -> int:
     import fcntl
 
     place = "/run" if os.geteuid() == 0 and os.access("/run", os.W_OK) else "/dev/shm"
-    safe = "".join(c if c.isalnum() else "_" for c in name)[:120]
+    # the nodes of a testbed are one machine: each has its own lock
+    node = os.environ.get("OUTLAST_NODE") or os.environ.get("SLURMD_NODENAME") or ""
+    safe = "".join(c if c.isalnum() else "_" for c in f"{node}-{name}")[:120]
     try:
         fd = os.open(f"{place}/outlast-gate-{os.geteuid()}-{safe}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError:
