@@ -267,18 +267,29 @@ class MegatronLm:
         return _command(run, given)
 
     def env(self, run: RunFile, plan: Plan) -> dict[str, str]:
-        # Megatron-LM asserts this one where tp or cp is above 1
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **run.task.env, **_restore_env(plan)}
+        # Megatron-LM asserts the first one where tp or cp is above 1
+        ours = {"OUTLAST_ADAPTER": "outlast.launchers.megatron_lm", **_restore_env(plan)}
+        if not run.cluster.gpus_per_node:
+            ours["OUTLAST_MEGATRON_CPU"] = "1"
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **run.task.env, **ours}
 
     def preload(self, run: RunFile) -> tuple[str, ...]:
-        # not megatron: the script's own directory comes first on its path, and its megatron with it
-        return run.task.preload or ("torch",)
+        # not megatron itself: the script's own directory comes first on its path, and its megatron with it
+        own = () if run.cluster.gpus_per_node else ("outlast.launchers.megatron_lm_warm",)
+        return run.task.preload or ("torch", *own)
 
     def legal(self, run: RunFile, layout: Layout) -> str:
         return next(_megatron_objections(run, layout), "")
 
     def complain(self, run: RunFile) -> Iterator[tuple[str, str]]:
         yield from _saves_by_steps(run, "Megatron-LM")
+        if run.task.command:
+            text = "a command's steps cannot be seen; expected task.script, which is run by the same Python"
+            yield "$.task.command", text
+        params = {name.replace("-", "_"): value for name, value in run.params.items()}
+        if params.get("async_save") and not params.get("use_persistent_ckpt_worker"):
+            text = "Megatron-LM turns it off without a word where use_persistent_ckpt_worker is not given too"
+            yield "$.params.async_save", f"{text}; give both or neither"
         yield from _contradictions(run, self._given(run, _asked_layout(run), run.layout.micro_batch))
         yield from _illegal(self, run)
 

@@ -294,6 +294,8 @@ class Keeper:
             rank.asked = True
         if asked.save_first and held.living and self._nest.ask_to_stop(held.attempt):
             await self._until_gone(asked.term_grace_s)
+        elif asked.command:  # not where the node itself is told to end: what SIGTERM brings about is then welcome
+            self._nest.ask_to_end(held.attempt)
         leaders = [r.proc for r in held.ranks.values() if r.proc is not None]
         cleared = await asyncio.to_thread(
             lambda: reap.end_tree(

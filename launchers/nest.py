@@ -69,6 +69,12 @@ class Nest:
             return False
         return True
 
+    def ask_to_end(self, attempt: int) -> None:
+        """Say that the attempt ends and that nothing is to be saved: a program that saves on SIGTERM would else."""
+        with contextlib.suppress(OSError):
+            self.attempt(attempt)
+            self.stop_file(attempt).with_name("end").touch(mode=0o600)
+
     def forget(self, attempt: int) -> None:
         shutil.rmtree(self.root / f"attempt-{attempt:04d}", ignore_errors=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import io
 import os
 import runpy
@@ -24,6 +25,7 @@ from typing import NoReturn
 from outlast.launchers import reap, recorder
 from outlast.launchers.warm_wire import ForkRank
 
+ADAPTER_ENV = "OUTLAST_ADAPTER"
 CANNOT_RUN = 126
 NOT_FOUND = 127
 """As shells say it."""
@@ -40,7 +42,7 @@ def become(request: ForkRank, *, output: int, warm_pid: int, close_fds: Sequence
         _redirect(output, close_fds)
         _enter(request)
         recorder.install()
-        code = _run(request)
+        code = exit_code_of(_arm) or _run(request)
     except BaseException:  # noqa: BLE001 (nothing may unwind into the parent's frames)
         traceback.print_exc()
     finally:
@@ -99,6 +101,13 @@ def _reseed() -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and threads.isdigit() and int(threads) > 0:
         torch.set_num_threads(int(threads))
+
+
+def _arm() -> None:
+    """What an adapter puts around the program before it runs: `arm()` of the module that it names."""
+    adapter = os.environ.get(ADAPTER_ENV, "")
+    if adapter.startswith("outlast."):
+        importlib.import_module(adapter).arm()
 
 
 def _run(request: ForkRank) -> int:

@@ -312,18 +312,26 @@ def _fold_xid(evidence: Evidence, event: LogEvent, xid: m.XidSeen) -> Evidence:
 
 ECHO_CLASSES = frozenset({"peer_died", "nccl_timeout_victim"})
 """Error classes of a rank that only noticed that another one was gone."""
+RERUN_CODES = (16, 17)
+RERUN_CLASSES = frozenset({"sdc_suspect", "sdc_confirmed", "instability"})
+"""What the rank that computed the doubtful result says. All ranks of the attempt end with its code."""
 
 
 def primary_exit(exits: tuple[ExitFact, ...]) -> ExitFact | None:
     """The exit that began it: the earliest that was not asked for and is no echo of another rank's end.
 
     Ranks that saw a peer's connection close, and ranks that were told to end, follow; they never lead unless
-    nothing else is there.
+    nothing else is there. Of a rerun's exits the one that tells the result leads, whichever came first.
     """
     own = [f for f in exits if not f.exit.asked and (f.exit.exit_code or f.exit.posix_signal)]
     if not own:
         return None
-    return min(own, key=lambda f: (f.exit.error_class in ECHO_CLASSES, f.exit.at_s, f.seq))
+    return min(own, key=lambda f: (f.exit.error_class in ECHO_CLASSES, not tells_rerun(f), f.exit.at_s, f.seq))
+
+
+def tells_rerun(fact: ExitFact) -> bool:
+    """Whether this is the rank whose result was doubtful, and not one of those that only ended with it."""
+    return fact.exit.exit_code in RERUN_CODES and fact.exit.error_class in RERUN_CLASSES
 
 
 def failure_of(attempt: AttemptFacts) -> Failure:

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast.reliability.attempt import State
-from outlast.reliability.evidence import ECHO_CLASSES, AttemptFacts, ExitFact, Failure, failure_of, primary_exit
+from outlast.reliability.evidence import (
+    ECHO_CLASSES,
+    RERUN_CODES,
+    AttemptFacts,
+    ExitFact,
+    Failure,
+    failure_of,
+    primary_exit,
+    tells_rerun,
+)
 from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding, Pending
 
@@ -49,8 +58,11 @@ def dead_ranks(case: Case) -> Iterator[Finding]:
     first = primary_exit(now.exits)
     if first is None:
         return
-    # ranks that only saw a peer go: its node's end may be noticed a little later
-    patience = case.policy.settle_s if first.exit.error_class not in ECHO_CLASSES else case.policy.echo_s
+    # ranks that only saw a peer go, or that only ended with a rerun: the rank that began it may be heard a little later
+    follows = first.exit.error_class in ECHO_CLASSES or (
+        first.exit.exit_code in RERUN_CODES and not tells_rerun(first) and not first.exit.exception
+    )
+    patience = case.policy.echo_s if follows else case.policy.settle_s
     due = min(f.seen_s for f in now.exits if not f.exit.asked) + patience
     if case.now_s < due:
         yield Pending(again_at_s=due, why="the kernel's word on a rank that died")
@@ -61,7 +73,7 @@ def dead_ranks(case: Case) -> Iterator[Finding]:
 def explain_exit(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     """The verdict on the exit that began it, most specific explanation first."""
     gone = first.exit
-    if gone.exit_code in (16, 17):
+    if tells_rerun(first):
         return _rerun(case, now, first)
     if gone.error_class in ECHO_CLASSES:
         return _only_echoes(now, first)
@@ -223,9 +235,7 @@ def _suspect_node(now: AttemptFacts, first: ExitFact, how: str, times: int) -> V
 
 def _rerun(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     """Megatron's own re-run of a train_step: 16 asks for another GPU, 17 is its answer."""
-    told = [f for f in now.exits if f.exit.exit_code in (16, 17) and f.exit.error_class.startswith("sdc")]
-    at = told[0] if told else first
-    gone = at.exit
+    gone = first.exit
     if gone.exit_code == 16:
         return Verdict(
             key=f"exit:{now.plan.attempt}",
@@ -238,10 +248,10 @@ def _rerun(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
             rank=gone.rank,
             convicts=True,
             stops=True,
-            evidence=_exits(now, at),
+            evidence=_exits(now, first),
             rejected=(Rejected(alternative="drain", why="whether node or program is wrong is told by the repeat"),),
         )
-    return _rerun_answer(case, now, at)
+    return _rerun_answer(case, now, first)
 
 
 def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
@@ -260,7 +270,10 @@ def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
             evidence=_exits(now, at),
             rejected=(Rejected(alternative="hardware", why="two nodes agree"),),
         )
-    culprit = before.node if before is not None and before.node is not None else gone.node
+    # a second rerun speaks of the node that ran the first one, a rerun in place of its own
+    culprit = (before.node if before is not None else None) if gone.error_class == "sdc_confirmed" else gone.node
+    if culprit is None:
+        return _rerun_of_nobody(now, at)
     return Verdict(
         key=f"exit:{now.plan.attempt}",
         kind=Kind.HARDWARE_FAULT,
@@ -275,6 +288,21 @@ def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
         stops=True,
         evidence=_exits(now, at),
         rejected=(Rejected(alternative="program", why="the same input gave two results"),),
+    )
+
+
+def _rerun_of_nobody(now: AttemptFacts, at: ExitFact) -> Verdict:
+    return Verdict(
+        key=f"exit:{now.plan.attempt}",
+        kind=Kind.AMBIGUOUS,
+        scope=Scope.TRAIN_STEP,
+        rule="rerun_without_first",
+        because="a second rerun gave another result (exit 17), but this run has seen no exit 16: the node that ran the "
+        "first one is not known, and the one that repeated it is not to blame",
+        confidence=Confidence.LOW,
+        stops=True,
+        evidence=_exits(now, at),
+        rejected=(_NO_HARDWARE,),
     )
 
 

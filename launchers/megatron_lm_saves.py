@@ -1,0 +1,107 @@
+"""Megatron-LM's own saves become checkpoints that outlast believes: which save it is, and when its files are all there.
+
+    save_checkpoint(iteration, ...)        every rank   remember what is true now; rank 0 makes room
+    on_save_checkpoint_success(path, ...)  last rank    final, also an asynchronous one: commit (megatron_lm_commit.py)
+
+An asynchronous save is final some train_steps later, when `args` says other things: so they are taken at its begin.
+Saves to other places (non-persistent ones) are Megatron-LM's own affair.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from outlast import __version__
+from outlast.checkpoint.errors import CheckpointError
+from outlast.checkpoint.manifest import SCHEMA, Manifest
+from outlast.checkpoint.names import name_step
+from outlast.checkpoint.store import Store
+from outlast.launchers import megatron_lm_commit, recorder
+from outlast.launchers.megatron_lm_rerun import RESTORE_DIR_ENV
+from outlast.reliability.model import Layout
+
+KEPT: Final = 8
+"""Begun saves that are remembered; more than this are never in flight."""
+
+
+class Saves:
+    """What was begun on this rank."""
+
+    def __init__(self, training: ModuleType) -> None:
+        self._training = training
+        self._begun: dict[int, Manifest] = {}
+
+    def begin(self, iteration: int, *, persistent: bool) -> None:
+        """Before Megatron-LM touches a file. Its own collectives keep the other ranks' files behind rank 0's step."""
+        args = self._training.get_args()
+        if not persistent or not args.save:
+            return
+        self._begun[iteration] = _describe(args, iteration)
+        for old in sorted(self._begun)[:-KEPT]:
+            del self._begun[old]
+        if os.environ.get("RANK", "0") == "0":
+            _make_room(Path(args.save), iteration)
+
+    def success(self, checkpoint_path: str, save_dir: str, iteration: int) -> None:
+        """On the last rank: the files of this save are complete."""
+        begun = self._begun.pop(iteration, None)
+        directory = Path(checkpoint_path).absolute()
+        if begun is None or Path(save_dir).absolute() != directory.parent:
+            return
+        durable = recorder.current().checkpoint_durable
+        megatron_lm_commit.start(megatron_lm_commit.Save(directory=directory, manifest=begun), durable)
+
+
+def hook(training: ModuleType, saved: ModuleType) -> None:
+    """Follow the saves of these modules; their names were checked."""
+    saves = Saves(training)
+    save, success = training.save_checkpoint, saved.on_save_checkpoint_success
+
+    @functools.wraps(save)
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        saves.begin(int(iteration), persistent=not kwargs.get("non_persistent_ckpt", False))
+        return save(iteration, *args, **kwargs)
+
+    @functools.wraps(success)
+    def on_save_checkpoint_success(
+        checkpoint_path: str, tracker_filename: str, save_dir: str, iteration: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        saves.success(checkpoint_path, save_dir, int(iteration))
+        return success(checkpoint_path, tracker_filename, save_dir, iteration, *args, **kwargs)
+
+    training.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
+    saved.on_save_checkpoint_success = on_save_checkpoint_success  # type: ignore[attr-defined]
+
+
+def _describe(args: Any, iteration: int) -> Manifest:
+    restored = os.environ.get(RESTORE_DIR_ENV, "")
+    return Manifest(
+        schema=SCHEMA,
+        train_step=iteration,
+        samples=int(args.consumed_train_samples),
+        layout=Layout(
+            tp=args.tensor_model_parallel_size,
+            pp=args.pipeline_model_parallel_size,
+            cp=getattr(args, "context_parallel_size", 1),
+            ep=getattr(args, "expert_model_parallel_size", 1),
+            dp=args.data_parallel_size,
+        ),
+        files={},
+        parents=(Path(restored).name,) if restored else (),
+        made_by=f"Megatron-LM, committed by outlast {__version__}",
+    )
+
+
+def _make_room(root: Path, iteration: int) -> None:
+    """Megatron-LM writes into a directory that is there, whatever lies in it; a committed one must stay whole."""
+    try:
+        moved = Store(root).set_aside(iteration) if (root / name_step(iteration)).exists() else None
+    except CheckpointError as e:
+        raise CheckpointError(f"cannot save train_step {iteration}: an older save cannot be set aside: {e}") from e
+    if moved is not None:
+        sys.stderr.write(f"outlast: a save of train_step {iteration} was there already; moved to {moved}\n")

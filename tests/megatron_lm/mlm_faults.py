@@ -1,0 +1,86 @@
+"""Faults in a rank at an exact train_step, put in by name as outlast's own hooks are. Preloaded by the tests' runs.
+
+MLM_FAULT=kill:rank=1:step=7               SIGKILL of this rank, once a run
+          term:rank=1:step=7               SIGTERM of this rank alone, as a scheduler sends it before a deadline
+          xid:rank=0:step=7                an XID line in the node's kernel log; the rank hangs, as its GPU would
+          hold:rank=1:step=7               the rank waits for the stop file
+          persistent|transient|correct:rank=0:step=7   a suspicious result, for the rerun machine
+MLM_FAULT_DIR                              where `once` is remembered and the kernel logs lie
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from outlast.launchers.after_import import after_import
+
+XID_LINE = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+WAIT_S = 40.0
+_RESULTS = {"persistent": "PERSISTENT_ERROR", "transient": "TRANSIENT_ERROR", "correct": "CORRECT_RESULT"}
+
+
+def _due(step: int) -> str:
+    """The fault that falls due in this rank now; '' where none does. Each once a run."""
+    kind, *rest = os.environ.get("MLM_FAULT", "").split(":")
+    wanted = dict(word.split("=") for word in rest)
+    if not kind or os.environ["RANK"] != wanted["rank"] or step != int(wanted["step"]):
+        return ""
+    once = Path(os.environ["MLM_FAULT_DIR"], "done")
+    try:
+        once.touch(exist_ok=False)
+    except FileExistsError:
+        return ""
+    return kind
+
+
+def _step_now() -> int:
+    args = sys.modules["megatron.training.global_vars"].get_args()
+    return int(args.curr_iteration) + 1
+
+
+def _strike(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif kind == "xid":
+        with open(Path(os.environ["MLM_FAULT_DIR"], f"{os.environ['OUTLAST_NODE']}.kmsg"), "a") as log:
+            log.write(XID_LINE)
+        time.sleep(WAIT_S)
+    elif kind == "hold":
+        until = time.monotonic() + WAIT_S
+        while not os.path.exists(os.environ["OUTLAST_STOP_FILE"]) and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _hook_steps(module: Any) -> None:
+    began = module.on_training_step_start
+
+    def on_training_step_start() -> None:
+        began()
+        if not os.environ.get("MLM_FAULT", "").startswith(tuple(_RESULTS)):
+            _strike(_due(_step_now()))
+
+    module.on_training_step_start = on_training_step_start
+
+
+def _hook_injector(module: Any) -> None:
+    injector = module.RerunErrorInjector
+
+    def maybe_inject(self: Any) -> bool:
+        kind = os.environ.get("MLM_FAULT", "")
+        if not kind.startswith(tuple(_RESULTS)) or not _due(_step_now()):
+            return False
+        self.injected_error_type = module.RerunDiagnostic[_RESULTS[kind.split(":")[0]]]
+        return True
+
+    injector.maybe_inject = maybe_inject
+
+
+after_import("megatron.training.ft_integration", _hook_steps)
+after_import("megatron.core.rerun_state_machine", _hook_injector)

@@ -1,0 +1,82 @@
+"""Megatron-LM's own pretrain_gpt.py, unmodified, through what may befall it: the result is the undisturbed run's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outlast.reliability.model import Kind
+
+
+def ends_like(found: Any, reference: Any, steps: int = 16) -> None:
+    """Same losses, to the last bit, and the same weights, optimizer and generators in the last checkpoint."""
+    assert found.exit_code == 0, found.said()
+    assert found.losses == {step: reference.losses[step] for step in range(1, steps + 1)}, found.said()
+    assert found.weights(steps) == reference.weights(steps)
+
+
+def rules(found: Any) -> list[str]:
+    return [incident.verdict.rule for incident in found.view.incidents]
+
+
+def test_an_undisturbed_run_is_recorded_step_by_step_and_its_saves_are_committed(reference: Any) -> None:
+    assert reference.exit_code == 0, reference.said()
+    assert sorted(reference.losses) == list(range(1, 17)) and len(set(reference.losses.values())) == 16
+    assert [(s.samples_from, s.samples_to) for s in reference.view.steps] == [(8 * i, 8 * i + 8) for i in range(16)]
+    assert all(s.grad_norm for s in reference.view.steps)
+    assert [s.train_step for s in reference.view.steps if s.save_s > 0] == [4, 8, 12, 16]
+    assert set(reference.weights(4)) == set(reference.weights(16)) and reference.weights(4) != reference.weights(16)
+    assert rules(reference) == []
+
+
+def test_a_killed_rank_costs_a_restart_in_place(runs: Any, reference: Any) -> None:
+    found = runs("killed", fault="kill:rank=1:step=7")
+    ends_like(found, reference)
+    assert rules(found) == ["unexplained_death"] and found.restored == [0, 4]
+    assert found.nodes == [("a", "b"), ("a", "b")]
+
+
+def test_a_node_is_swapped_after_an_xid_and_nothing_is_saved_on_its_way_out(runs: Any, reference: Any) -> None:
+    found = runs("xid", fault="xid:rank=0:step=7", spares=1)
+    ends_like(found, reference)
+    assert [v.verdict.node for v in found.view.incidents] == ["a"] and found.restored == [0, 4]
+    assert "a" not in found.nodes[1] and len(found.nodes) == 2
+    assert not list(found.run_dir.checkpoints.glob("iter_0000006")), "a convicted node's memory was saved"
+
+
+def test_stop_saves_at_the_step_that_was_asked_in_and_another_run_goes_on(
+    runs: Any, reference: Any, tmp_path: Any
+) -> None:
+    place = str(tmp_path / "checkpoints")
+    stopped = runs("stopped", fault="hold:rank=1:step=7", checkpoint_dir=place, stop_after=6)
+    assert stopped.exit_code == 0 and stopped.view.state == "stopped", stopped.said()
+    assert max(stopped.losses) == 7 and {e.exit_code for e in stopped.exits} == {0}, stopped.said()
+    after = runs("goes-on", checkpoint_dir=place)
+    assert after.restored == [7], after.said()
+    assert after.exit_code == 0
+    assert stopped.losses | after.losses == reference.losses
+    assert after.weights() == reference.weights()
+
+
+def test_sigterm_before_a_deadline_saves_and_the_run_goes_on_from_there(runs: Any, reference: Any) -> None:
+    found = runs("term", fault="term:rank=1:step=7")
+    ends_like(found, reference)
+    assert found.restored == [0, 7] and rules(found) == [], found.said()
+
+
+def test_a_suspicious_result_is_repeated_on_another_node_and_the_first_one_is_blamed(runs: Any, reference: Any) -> None:
+    found = runs("rerun", fault="persistent:rank=0:step=7", spares=1)
+    ends_like(found, reference)
+    assert rules(found) == ["rerun_elsewhere", "rerun_differs"], found.said()
+    assert [i.verdict.node for i in found.view.incidents] == ["a", "a"]
+    assert found.restored == [0, 6, 6] and all("a" not in nodes for nodes in found.nodes[1:])
+    by_attempt = [{e.exit_code for e in found.exits if e.attempt == attempt} for attempt in (1, 2, 3)]
+    assert by_attempt == [{16}, {17}, {0}]
+    told = {(e.attempt, e.error_class) for e in found.exits if e.error_class}
+    assert told == {(1, "sdc_suspect"), (2, "sdc_confirmed")}
+
+
+def test_a_result_that_two_nodes_agree_on_holds_the_run(runs: Any) -> None:
+    found = runs("agreed", fault="correct:rank=0:step=7", spares=1)
+    assert rules(found)[:2] == ["rerun_elsewhere", "rerun_same_everywhere"], found.said()
+    assert found.view.incidents[1].verdict.kind is Kind.DATA_OR_OPTIMIZER
+    assert found.exit_code != 0 and found.view.incidents[1].verdict.node is None
