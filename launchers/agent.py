@@ -36,7 +36,9 @@ from outlast.launchers.nest import Nest, NestError
 from outlast.launchers.node_gate import look_at_node, rank_marker
 from outlast.launchers.recorder import NODE_ENV
 from outlast.launchers.successor import Successor
+from outlast.monitors.gpu_state import GpuChanged
 from outlast.monitors.kmsg import KernelLog
+from outlast.monitors.nvml import GpuWatch
 from outlast.reliability.fence import FenceError, highest
 from outlast.reliability.frames import parse_secret
 from outlast.reliability.model import GateSeen, JobId, Node, Signal
@@ -105,7 +107,7 @@ class Agent:
 
     async def work(self, *more: Coroutine[None, None, None]) -> int:
         """Everything that goes on beside the link, until `ended`; then all below this agent is ended."""
-        for task in (self._look_on(), self._reap_on(), self._kernel_log(), *more):
+        for task in (self._look_on(), self._reap_on(), self._kernel_log(), self._gpus(), *more):
             self.begin(task)
         self.keeper.start_warm()
         await self.ended.wait()
@@ -215,6 +217,15 @@ class Agent:
         accept = self.run.cluster.accept_user_facility
         async for found in KernelLog(path, self.node, accept_user_facility=accept).signals():
             self.hear(found)
+
+    async def _gpus(self) -> None:
+        """XIDs as the driver's library tells them, and whether it answers at all."""
+        if not self.run.cluster.gpus_per_node:
+            return
+        helpers = self.keeper.helpers
+        async for found in GpuWatch(self.node, began=helpers.add, over=helpers.discard).signals():
+            if not isinstance(found, GpuChanged):
+                self.hear(found)
 
 
 async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, nest: Nest) -> int:
