@@ -65,6 +65,8 @@ COMMANDS: Final = {
     "doctor": Entry("doctor", "doctor", "Whether this place is fit: Slurm's settings, rights, file system, packages."),
     "config": Entry("config", "config", "Check a RUN.yaml, or print its JSON Schema for editors."),
     "check": Entry("check", "check", "Test this node: the gate before an attempt, and Slurm's health check."),
+    "classify": Entry("classify", "classify", "What each line of a log is: class, and what it alone would justify."),
+    "judge": Entry("judge", "judge", "Whose fault a case was and what to do about it, with the reasons."),
     "testbed": Entry("testbed", "testbed", "A real Slurm cluster in one directory of this machine, for trying things."),
 }
 

@@ -1,0 +1,229 @@
+"""Rules on what ranks print: the earliest primary error, repeated train_steps, exits, signals. Pure.
+
+A program's word blames a program; what CUDA reports of its GPU's memory or links is a suspicion of that GPU. What
+comes back at the same train_step elsewhere is data or code; what follows one GPU is the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from outlast.reliability.judging.facts import Ended, RankSaid, Strike, WriteFailed
+from outlast.reliability.judging.scene import Scene, ids, nodes_of
+from outlast.reliability.judging.words import Act, Finding, lost
+from outlast.reliability.model import Kind
+
+GPU_WORDS: Final = frozenset({"cuda_ecc", "cuda_lost", "cuda_nvlink"})
+RERUN: Final = frozenset(
+    {"rerun_unexpected", "rerun_transient", "rerun_elsewhere", "rerun_persistent", "rerun_same_everywhere"}
+)
+EXIT_ELSEWHERE, EXIT_ANSWER = 16, 17
+"""Megatron's exit codes: repeat on another GPU; the answer of that repeat."""
+STORAGE_KEYS: Final = frozenset({"filesystem", "filesystem_full", "filesystem_stale", "checkpoint_error"})
+_SIGKILL: Final = 9
+
+
+def owner_of(scene: Scene, said: RankSaid | None) -> str:
+    """The rank, and its node where that is known."""
+    if said is None:
+        return "the rank"
+    rank = f"rank {said.rank}" if said.rank is not None else "the rank"
+    return f"{rank} on {said.node}" if said.node else rank
+
+
+def reruns(scene: Scene) -> Iterator[Finding]:
+    """Megatron's repeat of a train_step: another GPU tells hardware from data."""
+    said = [s for s in scene.now(RankSaid) if s.key in RERUN]
+    codes = {e.exit_code for e in scene.now(Ended)} & {EXIT_ELSEWHERE, EXIT_ANSWER}
+    if not said and not codes:
+        return
+    chief = said[0] if said else None
+    keys = {s.key for s in said}
+    tries = {(s.node, s.run) for s in said if s.key in ("rerun_elsewhere", "rerun_unexpected")}
+    moved = len({node for node, _ in tries if node}) > 1
+    rejected = (lost("ranks that timed out", "they waited for the rank that stopped to repeat the step"),)
+    common: dict[str, Any] = {"evidence": ids([*said, *scene.now(Ended)]), "rejected": rejected}
+    if "rerun_persistent" in keys:
+        yield Finding(
+            verdict=Kind.HARDWARE_FAULT,
+            action=Act.SPARE,
+            rule="rerun_differs",
+            why="the step repeated on another GPU gives another result: the GPU that was first computes wrong numbers",
+            culprit="the GPU of the first try, not the one that reports it",
+            **common,
+        )
+    elif "rerun_same_everywhere" in keys or moved:
+        yield Finding(
+            verdict=Kind.DATA_OR_OPTIMIZER,
+            action=Act.STOP,
+            rule="rerun_same_everywhere",
+            why="the same result on another GPU: it follows the state and the data, not a GPU",
+            **common,
+        )
+    elif EXIT_ELSEWHERE in codes or "rerun_elsewhere" in keys:
+        yield Finding(
+            verdict=Kind.AMBIGUOUS,
+            action=Act.SPARE,
+            rule="rerun_elsewhere",
+            why="the same unexpected result twice on one GPU (exit 16): repeat on another GPU to tell it from the data",
+            culprit=f"{owner_of(scene, chief)}: its GPU or the data",
+            checks={"exit_code_meaning": {"16": "resume elsewhere to disambiguate"}},
+            **common,
+        )
+    elif "rerun_transient" in keys:
+        yield Finding(
+            verdict=Kind.HARDWARE_SUSPECT,
+            action=Act.RESTART,
+            rule="rerun_transient",
+            why="the repeat gives another result on the same GPU: a transient error, one strike",
+            culprit=f"the GPU of {owner_of(scene, chief)}, one strike",
+            **common,
+        )
+    elif EXIT_ANSWER in codes:
+        yield Finding(
+            verdict=Kind.AMBIGUOUS,
+            action=Act.STOP,
+            rule="validation_failed",
+            why="exit 17 without its answer: whether GPU or data is in the rerun tracker's log",
+            **common,
+        )
+    else:
+        yield _strike(scene, said)
+
+
+def not_a_number(scene: Scene) -> Iterator[Finding]:
+    """NaN in one rank's own gradients: a strike for its GPU and for the sample; a repeat of either decides."""
+    said = [s for s in scene.of(RankSaid) if s.key == "local_nan"]
+    if any(not s.past for s in said):
+        yield _strike(scene, said)
+        return
+    strikes = scene.now(Strike)
+    if strikes:
+        again = len({s.id or i for i, s in enumerate(scene.of(Strike))}) > 1
+        yield Finding(
+            verdict=Kind.HARDWARE_SUSPECT,
+            action=Act.SPARE if again else Act.RESTART,
+            rule="local_anomaly",
+            why="an anomaly of one rank before anything was reduced over ranks: "
+            + ("again" if again else "one strike"),
+            culprit=f"rank {strikes[0].rank}'s GPU",
+            evidence=ids(strikes),
+            rejected=(lost("harmless", "clipping hid it, the weights may have moved"),),
+        )
+
+
+def _strike(scene: Scene, said: Sequence[RankSaid]) -> Finding:
+    tries = {(s.node, s.rank, s.device, s.run, s.train_step) for s in said}
+    places = {(s.node, s.rank, s.device) for s in said}
+    steps = {s.train_step for s in said if s.train_step is not None}
+    runs = {s.run for s in said}
+    last = said[-1]
+    checks: dict[str, object] = {k: v for k, v in (("rank", last.rank), ("device", last.device)) if v is not None}
+    if len(tries) > 1 and len(runs) > 1 and len(places) > 1 and len(steps) == 1:
+        verdict, action, why = Kind.DATA_OR_OPTIMIZER, Act.STOP, "the same train_step on another GPU: data or code"
+    elif len(tries) > 1 and len(runs) > 1 and len(places) == 1 and len(steps) != 1:
+        verdict, action, why = Kind.HARDWARE_SUSPECT, Act.SPARE, "again on the same GPU, at another train_step"
+    else:
+        verdict, action, why = Kind.AMBIGUOUS, Act.RESTART, "once: a strike for the GPU and one for the samples"
+    return Finding(
+        verdict=verdict,
+        action=action,
+        rule="not_a_number",
+        why=f"NaN or Inf in the own numbers of {owner_of(scene, last)}: {why}",
+        culprit=None if verdict is Kind.DATA_OR_OPTIMIZER else f"{owner_of(scene, last)}: its GPU or the samples",
+        evidence=ids(said),
+        rejected=(lost("ranks that time out afterwards", "they only wait"),),
+        checks=checks,
+    )
+
+
+def gpu_errors(scene: Scene) -> Iterator[Finding]:
+    """CUDA's report of lost memory, link or GPU: it suspects the GPU of the first rank that prints it."""
+    said = [s for s in scene.now(RankSaid) if s.key in GPU_WORDS]
+    if not said:
+        return
+    first = said[0]
+    later = [s for s in scene.now(RankSaid) if s.run != first.run and s.id > first.id]
+    again = any(s.same_nodes for s in later) or any(s.node and s.node == first.node for s in later)
+    domain = first.domain
+    yield Finding(
+        verdict=Kind.HARDWARE_FAULT if again else Kind.HARDWARE_SUSPECT,
+        action=Act.SPARE,
+        rule="cuda_reports_hardware",
+        why=f"CUDA reports hardware at {owner_of(scene, first)}, before all others"
+        + ("; the next job on the same nodes failed too, in another way" if again else "")
+        + ("; its NVLink domain follows at once, the rest later" if domain else ""),
+        culprit=f"NVLink domain {domain}" if domain else f"the node of {owner_of(scene, first)}",
+        evidence=ids([first, *said, *later]),
+        rejected=(
+            lost("the last reporters", "the error spreads over links and by fate; the earliest counts"),
+            lost("the program's size", "memory that fails is not memory that is too small"),
+        ),
+        checks={"culprit_scope": "domain"} if domain else {},
+    )
+
+
+def job_ends(scene: Scene) -> Iterator[Finding]:
+    """Ended by SIGKILL or another signal, and nothing says why."""
+    killed = [e for e in scene.now(Ended) if e.how == "signal"]
+    own = [s for s in scene.now(RankSaid) if not s.echo]
+    if not killed or own or any(e.how == "oom" for e in scene.now(Ended)):
+        return
+    wide = scene.everywhere or len(nodes_of(killed)) > 2
+    number = killed[0].posix_signal
+    yield Finding(
+        verdict=Kind.SOFTWARE_FAULT if wide else Kind.TRANSIENT,
+        action=Act.STOP if wide else Act.RESTART,
+        rule="killed_from_outside" if wide else "unexplained_death",
+        why=f"ended by signal {number} without a record of the kernel"
+        + (", on any node: somebody else's automation kills it" if wide else "; once is chance"),
+        culprit="another automation that kills jobs" if wide else None,
+        evidence=ids(killed),
+        rejected=(lost("one node after the other", "it happens wherever the job runs"),) if wide else (),
+    )
+
+
+def program_errors(scene: Scene) -> Iterator[Finding]:
+    """The program's own error, by its kind."""
+    own = [s for s in scene.now(RankSaid) if not s.echo and s.key not in STORAGE_KEYS and s.action != "ignore"]
+    # the net's errors are weighed with both ends in view (rules_collective.py)
+    own = [s for s in own if s.class_ != "nccl_net_error"]
+    if not own or any(True for _ in scene.now(WriteFailed)):
+        return
+    first = own[0]
+    runs = {s.run for s in own if s.run and s.text == first.text}
+    if first.key == "interrupted":
+        verdict, action, why = Kind.OPERATOR_ACTION, Act.NONE, "a person interrupted it"
+    elif first.action == "stop_job":
+        verdict, action, why = Kind.APP_FAULT, Act.STOP, "deterministic: a restart ends in the same way"
+    elif len(runs) > 2:
+        verdict, action, why = Kind.APP_FAULT, Act.STOP, "the same error in every try: restarting cannot help"
+    elif first.class_ == "nccl_internal":
+        verdict, action, why = Kind.SOFTWARE_FAULT, Act.RESTART, "an error inside the library"
+    else:
+        verdict, action, why = Kind.APP_FAULT, Act.RESTART, "the program's own error"
+    yield Finding(
+        verdict=verdict,
+        action=action,
+        rule="first_primary_error",
+        why=f"{owner_of(scene, first)}: {why}; the other ranks only followed",
+        culprit=None if first.key == "interrupted" else "the program",
+        evidence=ids(own),
+        rejected=(lost("hardware", "no line of a kernel, and what ranks print blames programs"),),
+    )
+
+
+def task_exits(scene: Scene) -> Iterator[Finding]:
+    """Only an exit code is known."""
+    ends = [e for e in scene.now(Ended) if e.how == "exit" and e.exit_code not in (0, None)]
+    if ends:
+        yield Finding(
+            verdict=Kind.APP_FAULT,
+            action=Act.RESTART,
+            rule="exit_code",
+            why=f"a task ended with code {ends[0].exit_code}, and nothing blames a node",
+            culprit="the program",
+            evidence=ids(ends),
+            rejected=(lost("a node", "an exit code names none"),),
+        )
