@@ -92,7 +92,7 @@ def row_of(reading: Reading, catalogue: Catalogue) -> Row:
     """Class and action of what was recognised."""
     if reading.unreadable:
         return _row(reading, "unparsed", UNPARSED_ACTION, reading.note or "it cannot be read")
-    if (reading.kind == "xid" and not reading.key) or (reading.kind == "dcgm_exporter" and reading.code and not reading.key):
+    if not reading.key and (reading.kind == "xid" or (reading.kind == "dcgm_exporter" and reading.code)):
         return _xid(reading, catalogue)
     if reading.kind == "sxid":
         return _sxid(reading, catalogue)

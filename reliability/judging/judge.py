@@ -16,6 +16,7 @@ from outlast.reliability.judging import (
     rules_exporter,
     rules_gpu,
     rules_host,
+    rules_program,
     rules_ranks,
     rules_saves,
     rules_slurm,
@@ -23,7 +24,8 @@ from outlast.reliability.judging import (
     rules_suite,
 )
 from outlast.reliability.judging.case import Case
-from outlast.reliability.judging.facts import Blind, Fact
+from outlast.reliability.judging.facts import Fact
+from outlast.reliability.judging.facts_run import Blind
 from outlast.reliability.judging.read import read_facts
 from outlast.reliability.judging.scene import Scene
 from outlast.reliability.judging.tools import Tools
@@ -69,7 +71,7 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_ranks.gpu_errors,
     rules_suite.no_progress,
     rules_collective.desynchronised,
-    rules_gpu.program_faults,
+    rules_program.program_faults,
     rules_ranks.program_errors,
     rules_collective.missing_rank,
     rules_collective.paths,

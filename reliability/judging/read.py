@@ -13,7 +13,8 @@ from typing import Final
 
 from outlast.reliability.classify import Reader, Reading
 from outlast.reliability.judging.case import Case, Line
-from outlast.reliability.judging.facts import Fact, Note
+from outlast.reliability.judging.facts import Fact
+from outlast.reliability.judging.facts_run import Note
 from outlast.reliability.judging.read_exporter import read_samples
 from outlast.reliability.judging.read_gpu import (
     is_kernel_kind,

@@ -15,16 +15,8 @@ import msgspec
 from outlast.reliability.catalogue import Catalogue, LineRow
 from outlast.reliability.classify import Reading, row_of
 from outlast.reliability.judging.case import Line
-from outlast.reliability.judging.facts import (
-    DiagRow,
-    Fact,
-    GpuFault,
-    GpuLooked,
-    HostFault,
-    PowerLooked,
-    Returned,
-    Unanswered,
-)
+from outlast.reliability.judging.facts import DiagRow, Fact, GpuFault, GpuLooked, HostFault, PowerLooked, Unanswered
+from outlast.reliability.judging.facts_run import Returned
 from outlast.reliability.judging.sources import clock_seconds
 from outlast.reliability.judging.tools import Tools
 

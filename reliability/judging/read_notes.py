@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from outlast.reliability.judging.case import Line
-from outlast.reliability.judging.facts import Blind, Fact, Reach, Restarted, Stamped, Will
+from outlast.reliability.judging.facts import Fact
+from outlast.reliability.judging.facts_run import Blind, Reach, Restarted, Stamped, Will
 from outlast.reliability.judging.read_gpu import where
 from outlast.reliability.judging.sources import Src, iso_seconds
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outlast.reliability.judging.case import Line
-from outlast.reliability.judging.facts import Fact, LoadFailed, PointerSeen, SaveSeen, WriteFailed
+from outlast.reliability.judging.facts import Fact
+from outlast.reliability.judging.facts_run import LoadFailed, PointerSeen, SaveSeen, WriteFailed
 from outlast.reliability.judging.read_gpu import where
 
 _DIR: Final = re.compile(r"(?<![\w./-])((?:[A-Za-z][A-Za-z0-9]{0,40}[-_])+0*([0-9]{1,10}))/(?=\s|$)")

@@ -12,9 +12,8 @@ from typing import Final
 
 from outlast.reliability.classify import Reading
 from outlast.reliability.judging.case import Line
-from outlast.reliability.judging.facts import (
-    Ended,
-    Fact,
+from outlast.reliability.judging.facts import Ended, Fact
+from outlast.reliability.judging.facts_run import (
     JobListed,
     LaunchFailed,
     MemoryShort,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from outlast.reliability.judging.facts import Disagreed, Missing, NetError, RankSaid, Reach, Waited
+from outlast.reliability.judging.facts import Disagreed, Missing, NetError, RankSaid, Waited
+from outlast.reliability.judging.facts_run import Reach
 from outlast.reliability.judging.scene import Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
 from outlast.reliability.model import Kind
@@ -16,7 +17,7 @@ from outlast.reliability.model import Kind
 
 def desynchronised(scene: Scene) -> Iterator[Finding]:
     """Collectives that do not fit together: the program's order of calls, on whichever ranks."""
-    found = scene.now(Disagreed)
+    found = scene.seen(Disagreed)
     if found:
         yield Finding(
             verdict=Kind.SOFTWARE_FAULT,
@@ -31,8 +32,8 @@ def desynchronised(scene: Scene) -> Iterator[Finding]:
 
 def missing_rank(scene: Scene) -> Iterator[Finding]:
     """One rank is behind or outside; again with another one, and it is no node."""
-    named = scene.now(Missing)
-    waited = [w for w in scene.now(Waited) if w.how == "timeout"]
+    named = scene.seen(Missing)
+    waited = [w for w in scene.seen(Waited) if w.how == "timeout"]
     behind = _behind(waited)
     if not named and behind is None:
         return
@@ -127,8 +128,8 @@ def paths(scene: Scene) -> Iterator[Finding]:
 
 def waits(scene: Scene) -> Iterator[Finding]:
     """Time-outs alone: nobody is missing, so nobody is blamed."""
-    waited = scene.now(Waited)
-    echoes = [s for s in scene.now(RankSaid) if s.echo or s.class_ == "nccl_net_error"]
+    waited = scene.seen(Waited)
+    echoes = [s for s in scene.seen(RankSaid) if s.echo or s.class_ == "nccl_net_error"]
     if not waited:
         if echoes and any(r.rotates for r in scene.of(Reach)):
             yield _anywhere(echoes)

@@ -9,17 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from outlast.reliability.judging.facts import (
-    DiagRow,
-    GpuFault,
-    GpuLooked,
-    PowerLooked,
-    Restarted,
-    Sample,
-    SeriesGone,
-    Unanswered,
-    Will,
-)
+from outlast.reliability.judging.facts import DiagRow, GpuFault, GpuLooked, PowerLooked, Sample, SeriesGone, Unanswered
+from outlast.reliability.judging.facts_run import Restarted, Will
 from outlast.reliability.judging.read_exporter import XID_GAUGE
 from outlast.reliability.judging.read_gpu import HARD_MASK, decode_mask
 from outlast.reliability.judging.rules_gpu import CHANNEL_RESET, HARDWARE
@@ -113,11 +104,11 @@ def raised_gauge(scene: Scene) -> Iterator[Finding]:
 
 def clocks(scene: Scene) -> Iterator[Finding]:
     """Throttle reasons by their bits: hardware slowdown, heat and the power brake count, a power cap does not."""
-    masks = [p for p in scene.now(PowerLooked) if p.mask]
+    masks = [p for p in scene.seen(PowerLooked) if p.mask]
     hard = [p for p in masks if p.mask & HARD_MASK]
     brake = [p for p in hard if p.mask & POWER_BRAKE]
-    starved = [p for p in scene.now(PowerLooked) if p.share_of_limit is not None and p.share_of_limit < HALF_POWER]
-    full = [p for p in scene.now(PowerLooked) if p.share_of_limit is not None and p.share_of_limit >= HALF_POWER]
+    starved = [p for p in scene.seen(PowerLooked) if p.share_of_limit is not None and p.share_of_limit < HALF_POWER]
+    full = [p for p in scene.seen(PowerLooked) if p.share_of_limit is not None and p.share_of_limit >= HALF_POWER]
     if len(nodes_of(brake)) >= MANY_NODES:
         yield Finding(
             verdict=Kind.INFRA_EVENT,
@@ -154,7 +145,7 @@ def clocks(scene: Scene) -> Iterator[Finding]:
 
 def tools_hung(scene: Scene) -> Iterator[Finding]:
     """A health agent that stalls on one node alone is a sign of its GPU, not of the agent."""
-    silent = scene.now(Unanswered)
+    silent = scene.seen(Unanswered)
     fine = max((u.fine for u in silent), default=0)
     rising = any(u.counters_rise for u in silent)
     if not silent or not (fine or rising or any(u.what for u in silent)):
@@ -176,9 +167,9 @@ def tools_hung(scene: Scene) -> Iterator[Finding]:
 
 def mismatched(scene: Scene) -> Iterator[Finding]:
     """Driver and library of different versions: programs that run go on, new ones fail, the monitor among them."""
-    looked = [g for g in scene.now(GpuLooked) if g.what == "mismatch"]
+    looked = [g for g in scene.seen(GpuLooked) if g.what == "mismatch"]
     if looked:
-        upgrade = [w for w in scene.now(Will) if w.what == "upgrade"]
+        upgrade = [w for w in scene.seen(Will) if w.what == "upgrade"]
         yield Finding(
             verdict=Kind.SOFTWARE_FAULT,
             action=Act.PAGE,
@@ -192,7 +183,7 @@ def mismatched(scene: Scene) -> Iterator[Finding]:
 
 def series_lost(scene: Scene) -> Iterator[Finding]:
     """Series that vanished: an input that is lost, unless another source says that the GPU is."""
-    gone = scene.now(SeriesGone)
+    gone = scene.seen(SeriesGone)
     if gone and not scene.faults:
         everywhere = any(g.everywhere for g in gone) or any(g.metrics for g in gone)
         yield Finding(
@@ -210,7 +201,7 @@ def series_lost(scene: Scene) -> Iterator[Finding]:
 
 def diagnosed(scene: Scene) -> Iterator[Finding]:
     """A diagnostic's table is judged by its rows; its exit status and its first row are not the result."""
-    rows = scene.now(DiagRow)
+    rows = scene.seen(DiagRow)
     failed = [r for r in rows if r.failed]
     if failed:
         named = {r.test: [g for g in r.failed if g >= 0] for r in failed}
@@ -237,7 +228,7 @@ def diagnosed(scene: Scene) -> Iterator[Finding]:
 
 def pages(scene: Scene) -> Iterator[Finding]:
     """What is left of a page: how many samples are good. Blank is blank, and a bad line costs itself alone."""
-    samples = scene.now(Sample)
+    samples = scene.seen(Sample)
     if not samples:
         return
     kept = [s for s in samples if s.kept]

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from outlast.reliability.judging.facts import Ended, Fact, GpuFault, GpuLooked, Stamped, Will
+from outlast.reliability.judging.facts import Fact, GpuFault, GpuLooked
+from outlast.reliability.judging.facts_run import Stamped, Will
 from outlast.reliability.judging.scene import (
     MANY_NODES,
     QUIET_S,
@@ -43,9 +44,6 @@ _REPEATED_BITS: Final = 1 << 4 | 1 << 5
 _ECHO_BITS: Final = 1 << 0 | 1 << 1 | 1 << 20 | 1 << 23 | 1 << 30
 """Bits that are ignorable, or the echo of the other end of the link."""
 LINK_REPEATS: Final = 3
-SAME_SM: Final = 2
-SAME_GPU: Final = 3
-"""So many separate incidents, each of another process, on one SM or one GPU."""
 REBOOTS: Final = 2
 """After so many resets or reboots the same trouble is not the driver's any more (gpud's rule)."""
 
@@ -57,7 +55,7 @@ def drills(scene: Scene) -> Iterator[Finding]:
     """Faults that somebody injected on purpose: said in the line, or announced by a person."""
     own = [f for f in scene.faults if not f.past]
     loud = [f for f in own if f.class_ in HARDWARE or f.injected]
-    asked = [w for w in scene.now(Will) if w.what == "inject"]
+    asked = [w for w in scene.seen(Will) if w.what == "inject"]
     if loud and (all(f.injected for f in loud) or asked):
         yield Finding(
             verdict=Kind.OPERATOR_ACTION,
@@ -118,7 +116,7 @@ def _one_domain(scene: Scene, nodes: Sequence[str]) -> str | None:
 def hardware(scene: Scene) -> Iterator[Finding]:
     """A GPU, link or switch that the kernel or a tool on the node gives up."""
     loud = [f for f in scene.faults if f.class_ in HARDWARE and not f.injected and not f.past and not _quiet(scene, f)]
-    looked = [g for g in scene.now(GpuLooked) if g.what in ("lost", "remap_failed")]
+    looked = [g for g in scene.seen(GpuLooked) if g.what in ("lost", "remap_failed")]
     if not loud and not looked:
         return
     switch = next((f for f in loud if f.switch is not None), None)
@@ -285,7 +283,7 @@ def contained(scene: Scene) -> Iterator[Finding]:
 def remapped(scene: Scene) -> Iterator[Finding]:
     """Rows were remapped or wait for it: a reset when the node is free."""
     rows = [f for f in scene.faults if f.class_ == "gpu_memory_remap" and not f.past and f.switch is None]
-    pending = [g for g in scene.now(GpuLooked) if g.what in ("remap_pending", "errors")]
+    pending = [g for g in scene.seen(GpuLooked) if g.what in ("remap_pending", "errors")]
     if rows or pending:
         waits = bool(pending) or any(f.action.startswith(("watch_reset", "drain")) for f in rows)
         chief: Fact = (rows or pending)[0]
@@ -301,96 +299,6 @@ def remapped(scene: Scene) -> Iterator[Finding]:
             rejected=(lost("kill the job", "the remap takes effect at the next reset; the job is not hit"),),
             checks=facts_of(rows),
         )
-
-
-def program_faults(scene: Scene) -> Iterator[Finding]:
-    """Faults that programs cause. They convict nobody, but one unit that stops job after job does."""
-    own = [f for f in scene.faults if f.class_ in PROGRAM or (f.class_ == "gpu_hang" and not f.alone)]
-    present = [f for f in own if not f.past]
-    if not present:
-        return
-    if (after := _after_death(scene, present)) is not None:
-        yield _aftermath(present, after)
-        return
-    if (unit := _same_unit(scene, own)) is not None:
-        yield _worn_unit(unit)
-        return
-    quiet = all(f.code == CHANNEL_RESET for f in present)
-    names = sorted({f.process for f in present if f.process})
-    spread = nodes_of(present)
-    gpus = {(f.node, f.gpu) for f in present}
-    yield Finding(
-        verdict=Kind.APP_FAULT,
-        action=Act.LOG if quiet else Act.RESTART,
-        rule="program_fault",
-        why=f"XID {', '.join(str(c) for c in sorted({f.code for f in present}))}: the program asked for what it may "
-        f"not have, on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''} in one burst; the GPUs are usable",
-        culprit=None
-        if len(spread) > 1
-        else "the program" + (f" {names[0]}" if len(names) == 1 else "") + ", no hardware",
-        evidence=ids(present),
-        rejected=(lost("hardware", "a class that programs cause, and no unit shows it again and again"),),
-        checks=facts_of(present),
-    )
-
-
-def _after_death(scene: Scene, faults: Sequence[GpuFault]) -> Fact | None:
-    """What ended the job before the first of these faults, if it was told."""
-    hows = ("signal", "cancelled", "time_limit", "preempted", "oom")
-    told: list[Fact] = [e for e in scene.now(Ended) if e.how in hows]
-    told += [w for w in scene.now(Will) if w.what == "cancel"]
-    first = faults[0]
-    for end in told:
-        known = end.at_s is not None and first.at_s is not None
-        if end.at_s <= first.at_s if known else end.id < first.id:  # type: ignore[operator]
-            return end
-    return None
-
-
-def _aftermath(faults: Sequence[GpuFault], end: Fact) -> Finding:
-    return Finding(
-        verdict=Kind.NO_FAULT,
-        action=Act.NONE,
-        rule="after_the_jobs_death",
-        why="the job was ended first; what programs leave behind on GPUs when they are killed convicts nobody",
-        evidence=ids([end, *faults]),
-        rejected=(lost("program or hardware", "the end of the job comes first in time"),),
-        checks=facts_of(faults),
-    )
-
-
-def _same_unit(scene: Scene, own: Sequence[GpuFault]) -> list[GpuFault] | None:
-    """Faults of separate incidents and processes on one SM, or on one GPU."""
-    for key, needed in (
-        (lambda f: f.sm and (f.node, f.gpu, f.sm), SAME_SM),
-        (lambda f: f.gpu and (f.node, f.gpu), SAME_GPU),
-    ):
-        units: dict[object, list[GpuFault]] = {}
-        for burst in scene.bursts:
-            for unit in {key(f) for f in burst if f in own and key(f)}:
-                units.setdefault(unit, []).append(next(f for f in burst if key(f) == unit))
-        for faults in units.values():
-            others = {f.gpu for f in own} - {faults[0].gpu}
-            processes = {f.pid for f in faults if f.pid is not None}
-            # the same process again is one program; other GPUs with the same speak for the program too
-            if len(faults) >= needed and not others and len(processes) != 1:
-                return faults
-    return None
-
-
-def _worn_unit(faults: Sequence[GpuFault]) -> Finding:
-    last = faults[-1]
-    unit = f" SM {last.sm}" if last.sm and len({f.sm for f in faults}) == 1 else ""
-    return Finding(
-        verdict=Kind.HARDWARE_SUSPECT,
-        action=Act.SPARE,
-        rule="same_unit_across_jobs",
-        why=f"{place(last, last.gpu)}{unit}: the same fault in {len(faults)} separate incidents of different processes",
-        culprit=f"{place(last, last.gpu)}{unit}",
-        evidence=ids(faults),
-        rejected=(lost("the program", "other programs, the same unit"),),
-        checks=facts_of(faults),
-    )
 
 
 def harmless(scene: Scene) -> Iterator[Finding]:

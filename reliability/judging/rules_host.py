@@ -24,7 +24,7 @@ _STUCK: Final = frozenset({"soft_lockup", "hard_lockup", "kernel_panic", "kernel
 
 def broken_parts(scene: Scene) -> Iterator[Finding]:
     """A line that a broken part of this node alone can cause."""
-    own = [h for h in scene.now(HostFault) if h.action != "ignore"]
+    own = [h for h in scene.seen(HostFault) if h.action != "ignore"]
     loud = [h for h in own if (h.class_ in _BROKEN and h.action.startswith("drain")) or h.key == "nic_health"]
     disks = [h for h in own if h.class_ == "storage_error"]
     failed = [h for h in disks if h.key in ("disk_array", "fs_readonly")]
@@ -71,7 +71,7 @@ def _common(chief: HostFault, group: Sequence[HostFault]) -> Finding:
 
 def shared_files(scene: Scene) -> Iterator[Finding]:
     """Lustre, NFS, GPFS: a server that does not answer is everybody's; a client thrown out alone is its node's."""
-    own = scene.now(HostFault)
+    own = scene.seen(HostFault)
     stalls = [h for h in own if h.class_ == "filesystem_stall"]
     gone = [h for h in own if h.class_ == "filesystem_lost"]
     if not stalls and not gone:
@@ -97,11 +97,11 @@ def shared_files(scene: Scene) -> Iterator[Finding]:
 
 def ports(scene: Scene) -> Iterator[Finding]:
     """Network ports and cables. Heat or a flap alone is noted; with slower communication the cable is suspected."""
-    own = [h for h in scene.now(HostFault) if h.class_ in ("nic_link_flap", "nic_health", "nic_power")]
+    own = [h for h in scene.seen(HostFault) if h.class_ in ("nic_link_flap", "nic_health", "nic_power")]
     own = [h for h in own if h.key != "nic_health" and h.action != "ignore"]
     if not own:
         return
-    slower = [m for m in scene.now(Measured) if m.what == "communication" and m.change > 0]
+    slower = [m for m in scene.seen(Measured) if m.what == "communication" and m.change > 0]
     downs = [h for h in own if h.key == "nic_down"]
     ups = [h for h in own if h.key in ("nic_up", "nic_module_up")]
     hot = [h for h in own if h.key in ("nic_module", "nic_timeout")]
@@ -135,7 +135,7 @@ def ports(scene: Scene) -> Iterator[Finding]:
 
 def processors(scene: Scene) -> Iterator[Finding]:
     """CPUs and kernel: a stuck one needs a reboot; a task that waits is no proof of anything."""
-    own = [h for h in scene.now(HostFault) if h.class_ == "kernel_hung"]
+    own = [h for h in scene.seen(HostFault) if h.class_ == "kernel_hung"]
     stuck = [h for h in own if h.key in _STUCK]
     if stuck and len(nodes_of(near(stuck))) >= MANY_NODES:
         yield _common(stuck[0], stuck)
@@ -154,7 +154,7 @@ def processors(scene: Scene) -> Iterator[Finding]:
 
 def out_of_memory(scene: Scene) -> Iterator[Finding]:
     """The kernel killed for memory: the job's own limit, or the whole node."""
-    own = [h for h in scene.now(HostFault) if h.class_ in ("oom_job", "oom_node")]
+    own = [h for h in scene.seen(HostFault) if h.class_ in ("oom_job", "oom_node")]
     if not own:
         return
     whole = [h for h in own if h.class_ == "oom_node"]
@@ -176,7 +176,7 @@ def out_of_memory(scene: Scene) -> Iterator[Finding]:
 
 def slowed(scene: Scene) -> Iterator[Finding]:
     """A device that trained narrower than it should, or a CPU slowed down for heat."""
-    own = [h for h in scene.now(HostFault) if h.class_ in ("pcie_degraded", "gpu_thermal") and h.action != "ignore"]
+    own = [h for h in scene.seen(HostFault) if h.class_ in ("pcie_degraded", "gpu_thermal") and h.action != "ignore"]
     if own:
         chief = own[0]
         yield Finding(
@@ -192,7 +192,7 @@ def slowed(scene: Scene) -> Iterator[Finding]:
 
 def corrected(scene: Scene) -> Iterator[Finding]:
     """Errors that were corrected: their rate counts, not their being there."""
-    own = [h for h in scene.now(HostFault) if h.class_ in _CORRECTED or h.class_ == "host_hw_recoverable"]
+    own = [h for h in scene.seen(HostFault) if h.class_ in _CORRECTED or h.class_ == "host_hw_recoverable"]
     own = [h for h in own if h.action != "ignore"] or own
     if not own:
         return

@@ -7,9 +7,10 @@ comes back at the same train_step elsewhere is data or code; what follows one GP
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final, NamedTuple
 
-from outlast.reliability.judging.facts import Ended, RankSaid, Strike, WriteFailed
+from outlast.reliability.judging.facts import Ended, RankSaid, Strike
+from outlast.reliability.judging.facts_run import WriteFailed
 from outlast.reliability.judging.scene import Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
 from outlast.reliability.model import Kind
@@ -32,64 +33,85 @@ def owner_of(scene: Scene, said: RankSaid | None) -> str:
     return f"{rank} on {said.node}" if said.node else rank
 
 
+class Rerun(NamedTuple):
+    rule: str
+    verdict: Kind
+    action: Act
+    why: str
+    culprit: str | None = None
+    """{} is the rank that told it."""
+
+
+_DIFFERS: Final = Rerun(
+    "rerun_differs",
+    Kind.HARDWARE_FAULT,
+    Act.SPARE,
+    "the step repeated on another GPU gives another result: the GPU that was first computes wrong numbers",
+    "the GPU of the first try, not the one that reports it",
+)
+_SAME: Final = Rerun(
+    "rerun_same_everywhere",
+    Kind.DATA_OR_OPTIMIZER,
+    Act.STOP,
+    "the same result on another GPU: it follows the state and the data, not a GPU",
+)
+_ELSEWHERE: Final = Rerun(
+    "rerun_elsewhere",
+    Kind.AMBIGUOUS,
+    Act.SPARE,
+    "the same unexpected result twice on one GPU (exit 16): repeat on another GPU to tell it from the data",
+    "{}: its GPU or the data",
+)
+_TRANSIENT: Final = Rerun(
+    "rerun_transient",
+    Kind.HARDWARE_SUSPECT,
+    Act.RESTART,
+    "the repeat gives another result on the same GPU: a transient error, one strike",
+    "the GPU of {}, one strike",
+)
+_UNANSWERED: Final = Rerun(
+    "validation_failed",
+    Kind.AMBIGUOUS,
+    Act.STOP,
+    "exit 17 without its answer: whether GPU or data is in the rerun tracker's log",
+)
+
+
 def reruns(scene: Scene) -> Iterator[Finding]:
     """Megatron's repeat of a train_step: another GPU tells hardware from data."""
-    said = [s for s in scene.now(RankSaid) if s.key in RERUN]
-    codes = {e.exit_code for e in scene.now(Ended)} & {EXIT_ELSEWHERE, EXIT_ANSWER}
+    said = [s for s in scene.seen(RankSaid) if s.key in RERUN]
+    codes = {e.exit_code for e in scene.seen(Ended)} & {EXIT_ELSEWHERE, EXIT_ANSWER}
     if not said and not codes:
         return
-    chief = said[0] if said else None
-    keys = {s.key for s in said}
-    tries = {(s.node, s.run) for s in said if s.key in ("rerun_elsewhere", "rerun_unexpected")}
-    moved = len({node for node, _ in tries if node}) > 1
-    rejected = (lost("ranks that timed out", "they waited for the rank that stopped to repeat the step"),)
-    common: dict[str, Any] = {"evidence": ids([*said, *scene.now(Ended)]), "rejected": rejected}
-    if "rerun_persistent" in keys:
-        yield Finding(
-            verdict=Kind.HARDWARE_FAULT,
-            action=Act.SPARE,
-            rule="rerun_differs",
-            why="the step repeated on another GPU gives another result: the GPU that was first computes wrong numbers",
-            culprit="the GPU of the first try, not the one that reports it",
-            **common,
-        )
-    elif "rerun_same_everywhere" in keys or moved:
-        yield Finding(
-            verdict=Kind.DATA_OR_OPTIMIZER,
-            action=Act.STOP,
-            rule="rerun_same_everywhere",
-            why="the same result on another GPU: it follows the state and the data, not a GPU",
-            **common,
-        )
-    elif EXIT_ELSEWHERE in codes or "rerun_elsewhere" in keys:
-        yield Finding(
-            verdict=Kind.AMBIGUOUS,
-            action=Act.SPARE,
-            rule="rerun_elsewhere",
-            why="the same unexpected result twice on one GPU (exit 16): repeat on another GPU to tell it from the data",
-            culprit=f"{owner_of(scene, chief)}: its GPU or the data",
-            checks={"exit_code_meaning": {"16": "resume elsewhere to disambiguate"}},
-            **common,
-        )
-    elif "rerun_transient" in keys:
-        yield Finding(
-            verdict=Kind.HARDWARE_SUSPECT,
-            action=Act.RESTART,
-            rule="rerun_transient",
-            why="the repeat gives another result on the same GPU: a transient error, one strike",
-            culprit=f"the GPU of {owner_of(scene, chief)}, one strike",
-            **common,
-        )
-    elif EXIT_ANSWER in codes:
-        yield Finding(
-            verdict=Kind.AMBIGUOUS,
-            action=Act.STOP,
-            rule="validation_failed",
-            why="exit 17 without its answer: whether GPU or data is in the rerun tracker's log",
-            **common,
-        )
-    else:
+    told = _rerun(said, codes)
+    if told is None:
         yield _strike(scene, said)
+        return
+    yield Finding(
+        verdict=told.verdict,
+        action=told.action,
+        rule=told.rule,
+        why=told.why,
+        culprit=told.culprit.format(owner_of(scene, said[0] if said else None)) if told.culprit else None,
+        evidence=ids([*said, *scene.seen(Ended)]),
+        rejected=(lost("ranks that timed out", "they waited for the rank that stopped to repeat the step"),),
+        checks={"exit_code_meaning": {"16": "resume elsewhere to disambiguate"}} if told is _ELSEWHERE else {},
+    )
+
+
+def _rerun(said: Sequence[RankSaid], codes: set[int | None]) -> Rerun | None:
+    """The most telling answer."""
+    keys = {s.key for s in said}
+    tried = {s.node for s in said if s.key in ("rerun_elsewhere", "rerun_unexpected") and s.node}
+    if "rerun_persistent" in keys:
+        return _DIFFERS
+    if "rerun_same_everywhere" in keys or len(tried) > 1:
+        return _SAME
+    if EXIT_ELSEWHERE in codes or "rerun_elsewhere" in keys:
+        return _ELSEWHERE
+    if "rerun_transient" in keys:
+        return _TRANSIENT
+    return _UNANSWERED if EXIT_ANSWER in codes else None
 
 
 def not_a_number(scene: Scene) -> Iterator[Finding]:
@@ -98,7 +120,7 @@ def not_a_number(scene: Scene) -> Iterator[Finding]:
     if any(not s.past for s in said):
         yield _strike(scene, said)
         return
-    strikes = scene.now(Strike)
+    strikes = scene.seen(Strike)
     if strikes:
         again = len({s.id or i for i, s in enumerate(scene.of(Strike))}) > 1
         yield Finding(
@@ -140,11 +162,11 @@ def _strike(scene: Scene, said: Sequence[RankSaid]) -> Finding:
 
 def gpu_errors(scene: Scene) -> Iterator[Finding]:
     """CUDA's report of lost memory, link or GPU: it suspects the GPU of the first rank that prints it."""
-    said = [s for s in scene.now(RankSaid) if s.key in GPU_WORDS]
+    said = [s for s in scene.seen(RankSaid) if s.key in GPU_WORDS]
     if not said:
         return
     first = said[0]
-    later = [s for s in scene.now(RankSaid) if s.run != first.run and s.id > first.id]
+    later = [s for s in scene.seen(RankSaid) if s.run != first.run and s.id > first.id]
     again = any(s.same_nodes for s in later) or any(s.node and s.node == first.node for s in later)
     domain = first.domain
     yield Finding(
@@ -166,9 +188,9 @@ def gpu_errors(scene: Scene) -> Iterator[Finding]:
 
 def job_ends(scene: Scene) -> Iterator[Finding]:
     """Ended by SIGKILL or another signal, and nothing says why."""
-    killed = [e for e in scene.now(Ended) if e.how == "signal"]
-    own = [s for s in scene.now(RankSaid) if not s.echo]
-    if not killed or own or any(e.how == "oom" for e in scene.now(Ended)):
+    killed = [e for e in scene.seen(Ended) if e.how == "signal"]
+    own = [s for s in scene.seen(RankSaid) if not s.echo]
+    if not killed or own or any(e.how == "oom" for e in scene.seen(Ended)):
         return
     wide = scene.everywhere or len(nodes_of(killed)) > 2
     number = killed[0].posix_signal
@@ -186,10 +208,10 @@ def job_ends(scene: Scene) -> Iterator[Finding]:
 
 def program_errors(scene: Scene) -> Iterator[Finding]:
     """The program's own error, by its kind."""
-    own = [s for s in scene.now(RankSaid) if not s.echo and s.key not in STORAGE_KEYS and s.action != "ignore"]
+    own = [s for s in scene.seen(RankSaid) if not s.echo and s.key not in STORAGE_KEYS and s.action != "ignore"]
     # the net's errors are weighed with both ends in view (rules_collective.py)
     own = [s for s in own if s.class_ != "nccl_net_error"]
-    if not own or any(True for _ in scene.now(WriteFailed)):
+    if not own or any(True for _ in scene.seen(WriteFailed)):
         return
     first = own[0]
     runs = {s.run for s in own if s.run and s.text == first.text}
@@ -216,7 +238,7 @@ def program_errors(scene: Scene) -> Iterator[Finding]:
 
 def task_exits(scene: Scene) -> Iterator[Finding]:
     """Only an exit code is known."""
-    ends = [e for e in scene.now(Ended) if e.how == "exit" and e.exit_code not in (0, None)]
+    ends = [e for e in scene.seen(Ended) if e.how == "exit" and e.exit_code not in (0, None)]
     if ends:
         yield Finding(
             verdict=Kind.APP_FAULT,

@@ -10,15 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from outlast.reliability.judging.facts import (
-    LoadFailed,
-    PointerSeen,
-    RankSaid,
-    Resumed,
-    SavesCompared,
-    SaveSeen,
-    WriteFailed,
-)
+from outlast.reliability.judging.facts import RankSaid
+from outlast.reliability.judging.facts_run import LoadFailed, PointerSeen, Resumed, SavesCompared, SaveSeen, WriteFailed
 from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
 from outlast.reliability.model import Kind
@@ -30,9 +23,9 @@ _PARTS: Final = re.compile(r"[0-9]+")
 
 def incomplete(scene: Scene) -> Iterator[Finding]:
     """The newest save that holds all that its elders hold is the one to load."""
-    saves = sorted(scene.now(SaveSeen), key=lambda s: s.step)
-    failed = [f for f in scene.now(LoadFailed) if f.why in ("missing_file", "unreadable", "nan")]
-    tracker = scene.now(PointerSeen)
+    saves = sorted(scene.seen(SaveSeen), key=lambda s: s.step)
+    failed = [f for f in scene.seen(LoadFailed) if f.why in ("missing_file", "unreadable", "nan")]
+    tracker = scene.seen(PointerSeen)
     bad = [s for s in saves if _lacks(s, saves) or any(f.name == s.name for f in failed)]
     good = [s for s in saves if s not in bad]
     if not bad and not failed:
@@ -89,7 +82,7 @@ def _no_tracker(scene: Scene, good: Sequence[SaveSeen]) -> Finding:
         rule="no_tracker",
         why=f"complete checkpoints up to {good[-1].name} and no tracker: a start from zero would write over them",
         culprit="the tracker's writing",
-        evidence=ids([*good, *scene.now(PointerSeen)]),
+        evidence=ids([*good, *scene.seen(PointerSeen)]),
         rejected=(lost("a new run", "complete checkpoints say that it has been further"),),
         checks={"expected_step": good[-1].step},
     )
@@ -97,7 +90,7 @@ def _no_tracker(scene: Scene, good: Sequence[SaveSeen]) -> Finding:
 
 def loads(scene: Scene) -> Iterator[Finding]:
     """A load into another layout is a program's or a plan's mistake; it says nothing against the checkpoint."""
-    shapes = [f for f in scene.now(LoadFailed) if f.why in ("layout", "other_size")]
+    shapes = [f for f in scene.seen(LoadFailed) if f.why in ("layout", "other_size")]
     if shapes:
         other = shapes[0].why == "other_size"
         yield Finding(
@@ -121,7 +114,7 @@ def resumes(scene: Scene) -> Iterator[Finding]:
         "swings": (Act.PAGE, "the loss swings after each resume: it is not exact"),
         "loader": (Act.REFUSE, "loader state of another size would skip or repeat samples"),
     }
-    for seen in scene.now(Resumed):
+    for seen in scene.seen(Resumed):
         action, why = table.get(seen.wrong, (Act.PAGE, seen.wrong))
         checks: dict[str, object] = {"complete": False} if seen.wrong == "exhausted" else {}
         checks |= {"exact_resume": False} if seen.wrong == "rng" else {}
@@ -140,7 +133,7 @@ def resumes(scene: Scene) -> Iterator[Finding]:
 
 def compared(scene: Scene) -> Iterator[Finding]:
     """Saves that all succeeded and hold the same, or none that became durable."""
-    seen = scene.now(SavesCompared)
+    seen = scene.seen(SavesCompared)
     same = [s for s in seen if s.identical > 1]
     none = [s for s in seen if s.none_durable]
     if same:
@@ -168,13 +161,13 @@ def compared(scene: Scene) -> Iterator[Finding]:
 
 def writes(scene: Scene) -> Iterator[Finding]:
     """Writes that failed: full, shared trouble, or one node's mount."""
-    failed = scene.now(WriteFailed)
+    failed = scene.seen(WriteFailed)
     if not failed:
         return
     whys = {f.why for f in failed}
     said = max((f.nodes for f in failed), default=0)
     reach = max(said, scene.reach, len(nodes_of(failed)))
-    ranks = [s for s in scene.now(RankSaid) if s.key.startswith("filesystem")]
+    ranks = [s for s in scene.seen(RankSaid) if s.key.startswith("filesystem")]
     evidence = ids([*failed, *ranks])
     rejected = (lost("the rank that raised", "it only met what it writes to"),)
     if "full" in whys or whys == {"short"}:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from outlast.reliability.judging.facts import (
-    Ended,
-    GpuLooked,
-    HostFault,
+from outlast.reliability.judging.facts import Ended, GpuLooked, HostFault, Step
+from outlast.reliability.judging.facts_run import (
     JobListed,
     LaunchFailed,
     MemoryShort,
@@ -21,7 +19,6 @@ from outlast.reliability.judging.facts import (
     NothingQueued,
     Refused,
     Returned,
-    Step,
     Will,
 )
 from outlast.reliability.judging.scene import Scene, ids, nodes_of
@@ -34,15 +31,15 @@ MODULE_SHARE: Final = 0.02
 
 def wills(scene: Scene) -> Iterator[Finding]:
     """A person drained, resumed, rebooted or cancelled: obeyed, never repaired."""
-    asked = [w for w in scene.now(Will) if w.what in ("drain", "resume", "reboot", "maintenance")]
-    rows = scene.now(NodeListed)
+    asked = [w for w in scene.seen(Will) if w.what in ("drain", "resume", "reboot", "maintenance")]
+    rows = scene.seen(NodeListed)
     # in a listing of many nodes a planned reboot is one state among others
     alone = len({n.node for n in rows}) == 1
     planned = [n for n in rows if n.reason.startswith("Reboot ASAP") or (alone and "reboot_requested" in n.flags)]
-    cancelled = [w for w in scene.now(Will) if w.what == "cancel"]
+    cancelled = [w for w in scene.seen(Will) if w.what == "cancel"]
     told = ids([*asked, *planned])
     # what a node shows after it was given back is new evidence
-    news = [*(f.id for f in scene.faults), *(h.id for h in scene.now(HostFault) if h.action != "ignore")]
+    news = [*(f.id for f in scene.faults), *(h.id for h in scene.seen(HostFault) if h.action != "ignore")]
     fresh = told and any(i > max(told) for i in news)
     if (asked or planned) and not fresh:
         yield Finding(
@@ -65,12 +62,12 @@ def wills(scene: Scene) -> Iterator[Finding]:
 
 def kill_failed(scene: Scene) -> Iterator[Finding]:
     """`Kill task failed`: slow exits beat Slurm's patience. What is still there afterwards decides."""
-    drained = [n for n in scene.now(NodeListed) if n.reason.lower().startswith("kill task failed") and n.nodes]
-    ends = [e for e in scene.now(Ended) if e.how == "kill_failed"]
+    drained = [n for n in scene.seen(NodeListed) if n.reason.lower().startswith("kill task failed") and n.nodes]
+    ends = [e for e in scene.seen(Ended) if e.how == "kill_failed"]
     if (not drained and not ends) or _listing(scene):
         return
-    left = [g for g in scene.now(GpuLooked) if g.what == "leftover"]
-    clean = [r for r in scene.now(Returned) if r.how == "clean"]
+    left = [g for g in scene.seen(GpuLooked) if g.what == "leftover"]
+    clean = [r for r in scene.seen(Returned) if r.how == "clean"]
     yield Finding(
         verdict=Kind.SOFTWARE_FAULT if left else Kind.TRANSIENT,
         action=Act.REBOOT if left else Act.LOG,
@@ -87,7 +84,7 @@ def kill_failed(scene: Scene) -> Iterator[Finding]:
 
 def launches(scene: Scene) -> Iterator[Finding]:
     """A launch that fails on one node is the node's; on one after the other it is what they were given."""
-    failed = scene.now(LaunchFailed)
+    failed = scene.seen(LaunchFailed)
     failed = [f for f in failed if f.why != "check" or f.nodes]
     if not failed:
         return
@@ -121,7 +118,7 @@ def launches(scene: Scene) -> Iterator[Finding]:
 
 def memory(scene: Scene) -> Iterator[Finding]:
     """Less memory than declared: a margin, or a module that is gone."""
-    short = scene.now(MemoryShort)
+    short = scene.seen(MemoryShort)
     if not short:
         return
     gone = [m for m in short if m.want_mb and (m.want_mb - m.have_mb) / m.want_mb >= MODULE_SHARE]
@@ -145,10 +142,10 @@ def ends(scene: Scene) -> Iterator[Finding]:
     """Jobs that the scheduler ended, and requeues that cannot work."""
     over = [
         e
-        for e in scene.now(Ended)
+        for e in scene.seen(Ended)
         if e.how in ("time_limit", "preempted", "cancelled", "node_fail", "oom", "time_boxed")
     ]
-    missing = [r for r in scene.now(Refused) if r.why == "missing"]
+    missing = [r for r in scene.seen(Refused) if r.why == "missing"]
     if missing:
         yield Finding(
             verdict=Kind.SOFTWARE_FAULT,
@@ -192,7 +189,7 @@ def _end(over: list[Ended], how: str, verdict: Kind, action: Act, why: str, culp
 
 
 def _node_failed(scene: Scene, over: list[Ended]) -> Finding:
-    again = [j for j in scene.now(JobListed) if j.live and j.state in ("PENDING", "RUNNING", "CONFIGURING")]
+    again = [j for j in scene.seen(JobListed) if j.live and j.state in ("PENDING", "RUNNING", "CONFIGURING")]
     failed = [e for e in over if e.how == "node_fail"]
     node = next((e.node for e in failed if e.node), None)
     return Finding(
@@ -208,9 +205,9 @@ def _node_failed(scene: Scene, over: list[Ended]) -> Finding:
 
 
 def _boxed(scene: Scene, over: list[Ended]) -> Finding:
-    steps = [s for s in scene.now(Step) if s.total]
+    steps = [s for s in scene.seen(Step) if s.total]
     done = bool(steps) and steps[-1].iteration >= steps[-1].total
-    hole = scene.now(NothingQueued)
+    hole = scene.seen(NothingQueued)
     return Finding(
         verdict=Kind.NO_FAULT if done else Kind.SCHEDULER_EVENT,
         action=Act.NONE if done else Act.PAGE if hole or steps else Act.RESTART,
@@ -226,7 +223,7 @@ def _boxed(scene: Scene, over: list[Ended]) -> Finding:
 
 def refusals(scene: Scene) -> Iterator[Finding]:
     """The scheduler does not answer, or does not take what it was given."""
-    refused = scene.now(Refused)
+    refused = scene.seen(Refused)
     silent = [r for r in refused if r.why == "unreachable"]
     wrong = [r for r in refused if r.why == "impossible"]
     if silent:
@@ -248,7 +245,7 @@ def refusals(scene: Scene) -> Iterator[Finding]:
             culprit="the request",
             evidence=ids(wrong),
         )
-    hole = scene.now(NothingQueued)
+    hole = scene.seen(NothingQueued)
     if hole and not refused:
         yield Finding(
             verdict=Kind.SCHEDULER_EVENT,
@@ -261,12 +258,12 @@ def refusals(scene: Scene) -> Iterator[Finding]:
 
 def _listing(scene: Scene) -> bool:
     """The case is a listing of nodes with counts: nothing happened in it."""
-    return any(n.count >= 1 and not n.nodes for n in scene.now(NodeListed))
+    return any(n.count >= 1 and not n.nodes for n in scene.seen(NodeListed))
 
 
 def names(scene: Scene) -> Iterator[Finding]:
     """Host lists. One that cannot be read is refused: the next step may be a drain."""
-    listed = scene.now(NamesListed)
+    listed = scene.seen(NamesListed)
     if not listed:
         return
     bad = [n for n in listed if n.error]
@@ -284,7 +281,7 @@ def names(scene: Scene) -> Iterator[Finding]:
 
 def listings(scene: Scene) -> Iterator[Finding]:
     """Jobs and nodes as listed, with nothing wrong between them."""
-    jobs, nodes = scene.now(JobListed), scene.now(NodeListed)
+    jobs, nodes = scene.seen(JobListed), scene.seen(NodeListed)
     live = [j for j in jobs if j.live]
     if live and any(not j.live for j in jobs):
         running = live[-1].state

@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from outlast.reliability.judging.facts import HashVote, HostFault, Measured, RankSaid, Reach, Step
+from outlast.reliability.judging.facts import HashVote, HostFault, Measured, RankSaid, Step
+from outlast.reliability.judging.facts_run import Reach
 from outlast.reliability.judging.scene import Scene, ids
 from outlast.reliability.judging.words import Act, Finding, lost
 from outlast.reliability.model import Kind
@@ -28,7 +29,7 @@ WARM_UP: Final = 5
 
 def hashes(scene: Scene) -> Iterator[Finding]:
     """Replicas that must be equal to the bit: the odd one out computes wrong numbers, where equality was promised."""
-    votes = scene.now(HashVote)
+    votes = scene.seen(HashVote)
     for vote in votes:
         if not vote.deterministic or not vote.odd:
             yield Finding(
@@ -54,7 +55,7 @@ def hashes(scene: Scene) -> Iterator[Finding]:
 
 def spikes(scene: Scene) -> Iterator[Finding]:
     """Loss or gradient norm that rose: with a run-up it is optimisation, in one step it may be arithmetic."""
-    steps = scene.now(Step)
+    steps = scene.seen(Step)
     norms = [s for s in steps if s.grad_norm is not None]
     nan = [s for s in steps if any(v is not None and (v != v or abs(v) == float("inf")) for v in (s.loss, s.grad_norm))]
     if nan:
@@ -101,8 +102,8 @@ def _climb(values: Sequence[float], peak: int) -> int:
 
 def slow_job(scene: Scene) -> Iterator[Finding]:
     """Step time that rose and stays. The job's log says that; only a comparison of ranks says where."""
-    steps = [s for s in scene.now(Step) if s.step_s]
-    slower = [m for m in scene.now(Measured) if m.what == "compute" and m.change >= RANK_SLOWER]
+    steps = [s for s in scene.seen(Step) if s.step_s]
+    slower = [m for m in scene.seen(Measured) if m.what == "compute" and m.change >= RANK_SLOWER]
     changed = _level_change(steps)
     batches = {s.batch for s in steps if s.batch is not None}
     if changed is None or len(batches) > 1:
@@ -150,7 +151,7 @@ def _level_change(steps: Sequence[Step]) -> float | None:
 
 def named_rank(scene: Scene) -> Iterator[Finding]:
     """A detector that compares ranks names one."""
-    slow = [s for s in scene.now(RankSaid) if s.key == "rank_slow"]
+    slow = [s for s in scene.seen(RankSaid) if s.key == "rank_slow"]
     if slow:
         yield Finding(
             verdict=Kind.HARDWARE_SUSPECT,
@@ -165,7 +166,7 @@ def named_rank(scene: Scene) -> Iterator[Finding]:
 
 def measured(scene: Scene) -> Iterator[Finding]:
     """Figures without any line of a machine: communication that is slower is the network's, shared by all."""
-    own = scene.now(Measured)
+    own = scene.seen(Measured)
     if own and not scene.of(HostFault):
         yield Finding(
             verdict=Kind.AMBIGUOUS,
@@ -179,7 +180,7 @@ def measured(scene: Scene) -> Iterator[Finding]:
 
 def progress(scene: Scene) -> Iterator[Finding]:
     """A training log in which nothing stands out."""
-    steps = scene.now(Step)
+    steps = scene.seen(Step)
     if steps:
         yield Finding(
             verdict=Kind.NO_FAULT,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from outlast.reliability.judging.facts import Blind, Note, OwnDoing, Restarted
+from outlast.reliability.judging.facts_run import Blind, Note, OwnDoing, Restarted
 from outlast.reliability.judging.scene import Scene, ids
 from outlast.reliability.judging.sources import Src
 from outlast.reliability.judging.words import Act, Finding, lost
@@ -50,7 +50,7 @@ _OWN: Final[Mapping[str, tuple[Kind, Act, str, str | None]]] = {
 
 
 def own_doings(scene: Scene) -> Iterator[Finding]:
-    for seen in scene.now(OwnDoing):
+    for seen in scene.seen(OwnDoing):
         if seen.what in _OWN:
             verdict, action, why, culprit = _OWN[seen.what]
             yield Finding(
@@ -66,7 +66,7 @@ def own_doings(scene: Scene) -> Iterator[Finding]:
 
 def no_progress(scene: Scene) -> Iterator[Finding]:
     """Tries that all end where they began."""
-    tries = [r for r in scene.now(Restarted) if r.progress is not None]
+    tries = [r for r in scene.seen(Restarted) if r.progress is not None]
     still = 0
     for one in reversed(tries):
         if one.progress:
@@ -86,7 +86,7 @@ def no_progress(scene: Scene) -> Iterator[Finding]:
 
 def blind(scene: Scene) -> Iterator[Finding]:
     """A source was blind, and no other has anything to tell."""
-    gaps = scene.now(Blind)
+    gaps = scene.seen(Blind)
     if gaps:
         yield Finding(
             verdict=Kind.MONITORING_FAULT,
@@ -101,7 +101,7 @@ def blind(scene: Scene) -> Iterator[Finding]:
 
 def words_only(scene: Scene) -> Iterator[Finding]:
     """Nothing of a machine's making could be read."""
-    notes = scene.now(Note)
+    notes = scene.seen(Note)
     told = [n for n in notes if n.kind is not Src.TEXT and n.text.strip()]
     text = [n for n in notes if n.kind is Src.TEXT and n.text.strip()]
     if told or text or scene.facts:

@@ -15,7 +15,8 @@ from typing import Final, TypeVar
 
 from outlast.reliability.catalogue import XidRow
 from outlast.reliability.judging.case import Case
-from outlast.reliability.judging.facts import Fact, GpuFault, Reach, Returned
+from outlast.reliability.judging.facts import Fact, GpuFault
+from outlast.reliability.judging.facts_run import Reach, Returned
 
 Kind = TypeVar("Kind", bound=Fact)
 
@@ -48,7 +49,7 @@ class Scene:
         """The facts of one kind, in order, history included."""
         return [f for f in self.facts if type(f) is kind]
 
-    def now(self, kind: type[Kind]) -> list[Kind]:
+    def seen(self, kind: type[Kind]) -> list[Kind]:
         return [f for f in self.of(kind) if not f.past]
 
     @cached_property
