@@ -51,6 +51,26 @@ class LaunchFailed(Fact, frozen=True, kw_only=True):
     """Software that is new on these nodes, where that is known."""
 
 
+class GpusShort(Fact, frozen=True, kw_only=True):
+    """A node registers fewer GPUs than it is declared to have."""
+
+    have: int
+    want: int
+
+
+class NodeGone(Fact, frozen=True, kw_only=True):
+    """The controller lost a node: silent | rebooted."""
+
+    how: str
+
+
+class CheckFailed(Fact, frozen=True, kw_only=True):
+    """A site's health checker took or would take a node out."""
+
+    check: str
+    timed_out: bool = False
+
+
 class MemoryShort(Fact, frozen=True, kw_only=True):
     have_mb: int
     want_mb: int
@@ -141,8 +161,12 @@ class Returned(Fact, frozen=True, kw_only=True):
 class Restarted(Fact, frozen=True, kw_only=True):
     """The suite started the job again."""
 
-    progress: bool | None = None
-    """Whether the attempt before got further than the one before it."""
+
+class Tried(Fact, frozen=True, kw_only=True):
+    """One attempt: from which train_step it was restored, and where it died."""
+
+    loaded: int
+    died: int
 
 
 class OwnDoing(Fact, frozen=True, kw_only=True):

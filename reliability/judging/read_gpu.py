@@ -44,6 +44,12 @@ _DEVICE: Final = re.compile(
 )
 _GPU_INDEX: Final = re.compile(r"\bGPU ?([0-9]{1,2})\b(?! GSP!)")
 _HUNG_TOOL: Final = re.compile(r"\b(\w{3,40}) has not returned after ([0-9.]{1,8}) ?s\b")
+_HOST_ENGINE: Final = re.compile(
+    r"(?:[Hh]ost ?[Ee]ngine|nv-hostengine|dcgm-exporter|DCGM).{0,120}"
+    r"(?:connection (?:is |was )?(?:lost|refused|not valid)|not valid|unreachable|timed? ?out|not running|[Ff]ailed to (?:collect|init))"
+    r"|\bcontext deadline exceeded\b|\bscrape.{0,40}(?:timed out|timeout)",
+)
+_DOWN: Final = re.compile(r"^up(?:\{.{0,400}\})? 0$")
 _RISING: Final = re.compile(r"\b(?:error )?counters? (?:are )?rising\b|\bcounters? (?:rise|went up|increas)", re.I)
 _ONLY_NODE: Final = re.compile(r"\bonly (?:this|that|one) (?:node|host) of ([0-9]{1,6})\b")
 
@@ -172,10 +178,11 @@ def read_looks(line: Line) -> Iterator[Fact]:
         yield Returned(**at, how="reboot")
     hung = _HUNG_TOOL.search(text)
     only = _ONLY_NODE.search(text)
-    if hung or only or _RISING.search(text):
+    engine = _HOST_ENGINE.search(text) or _DOWN.match(text.strip())
+    if hung or only or engine or _RISING.search(text):
         yield Unanswered(
             **at,
-            what=hung[1] if hung else "",
+            what=hung[1] if hung else "host engine or exporter" if engine else "",
             gpu=gpu or "",
             fine=int(only[1]) - 1 if only else 0,
             counters_rise=bool(_RISING.search(text)),

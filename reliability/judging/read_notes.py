@@ -7,12 +7,13 @@ sentence of which nothing is recognised stays a note.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
 from outlast.reliability.judging.case import Line
-from outlast.reliability.judging.facts import Fact
-from outlast.reliability.judging.facts_run import Blind, Reach, Restarted, Stamped, Will
+from outlast.reliability.judging.facts import Fact, HashVote
+from outlast.reliability.judging.facts_run import Blind, OwnDoing, Reach, Restarted, Stamped, Tried, Will
 from outlast.reliability.judging.read_gpu import where
 from outlast.reliability.judging.sources import Src, iso_seconds
 
@@ -52,6 +53,15 @@ _PERSON: Final = (
     ("cancel", re.compile(r"\b(?:scancel|cancel)", re.IGNORECASE)),
     ("inject", re.compile(r"\b(?:inject|drill|dcgmi test)", re.IGNORECASE)),
 )
+_STEPPED: Final = re.compile(
+    r"[Ss]ystem clock was stepped|step time server \S{1,80} offset|clock_step|Forward time jump detected|"
+    r"Time has been changed|Clock jumped"
+)
+_TRY: Final = re.compile(
+    r"\bloaded (?:iter(?:ation)? |step )?([0-9]{1,12})\b.{0,60}\b(?:died|failed|crashed) at ([0-9]{1,12})\b"
+)
+_HASHES: Final = re.compile(r"\b(?:dp|rank) ?([0-9]{1,6})[ :=]{1,2}([0-9a-f]{4,64})\b")
+_VOTE: Final = re.compile(r"\bhash", re.IGNORECASE)
 _BEGAN: Final = (
     ("boot", re.compile(r"\bboot(?:ed| time:?| at)? (?=[0-9]{4}-)")),
     ("job", re.compile(r"\bjob started (?=[0-9]{4}-)")),
@@ -72,7 +82,25 @@ def read_notes(line: Line) -> Iterator[Fact]:
         seconds = iso_seconds(text[m.end() :]) if m else None
         if seconds is not None:
             yield Stamped(id=line.id, what=what, wall_s=seconds)
+    if _STEPPED.search(text):
+        yield OwnDoing(**where(line), what="clock_step")
+    tried = _TRY.search(text)
+    if tried:
+        yield Tried(**where(line), loaded=int(tried[1]), died=int(tried[2]))
+    if _VOTE.search(text):
+        yield from _vote(line)
     yield from _people(line)
+
+
+def _vote(line: Line) -> Iterator[Fact]:
+    """`dp0 a1b2 dp1 a1b2 dp2 77fe`: who differs from the majority."""
+    found = {int(rank): digest for rank, digest in _HASHES.findall(line.text)}
+    if len(found) < 3:
+        return
+    usual, count = Counter(found.values()).most_common(1)[0]
+    if 2 * count > len(found) and count < len(found):
+        odd = tuple(rank for rank, digest in found.items() if digest != usual)
+        yield HashVote(**where(line), odd=odd, voters=len(found))
 
 
 def _reach(line: Line) -> Iterator[Fact]:

@@ -119,7 +119,7 @@ def read_storage(line: Line) -> Iterator[Fact]:
     """A load or a write that ended badly."""
     text = line.text
     for why, regex in _LOAD:
-        if regex.search(text) and _LOADING.search(text):
+        if regex.search(text) and (why == "unreadable" or _LOADING.search(text)):
             named = _SAVE_NAME.search(text)
             yield LoadFailed(**where(line), why=why, name=named[1] if named else "", text=text[:300])
             break

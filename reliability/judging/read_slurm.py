@@ -14,10 +14,13 @@ from outlast.reliability.classify import Reading
 from outlast.reliability.judging.case import Line
 from outlast.reliability.judging.facts import Ended, Fact
 from outlast.reliability.judging.facts_run import (
+    CheckFailed,
+    GpusShort,
     JobListed,
     LaunchFailed,
     MemoryShort,
     NamesListed,
+    NodeGone,
     NodeListed,
     NothingQueued,
     Refused,
@@ -42,6 +45,22 @@ _SET_DRAIN: Final = re.compile(
     r"[Ss]etting node (\S{1,255}) state to DRAIN|drain\S{0,6}:? .{0,20}node (\S{1,255}).{0,40}reason", re.IGNORECASE
 )
 _MEMORY: Final = re.compile(r"[Nn]ode (\S{1,255}) has low real_memory size \(([0-9]{1,12}) < ([0-9]{1,12})\)")
+_GRES: Final = re.compile(
+    r"gres/gpu count (?:reported lower than configured|too low) \(([0-9]{1,4}) ?< ?([0-9]{1,4})\)"
+)
+_NODE_OF: Final = re.compile(r"\b[Nn]odes? ([A-Za-z][A-Za-z0-9_.,\[\]-]{0,255})")
+_REBOOTED: Final = re.compile(r"\b[Nn]ode (\S{1,255}) unexpectedly rebooted|^Node unexpectedly rebooted")
+_SINFO_ROW: Final = re.compile(
+    r"^(\S{1,64}) +(up|down|drain|inact) +(\S{1,20}) +([0-9]{1,6}) +(\S{1,24}) +(\S{1,4000})$"
+)
+_PIPED: Final = re.compile(
+    r"^([A-Za-z][A-Za-z0-9_.\[\],-]{0,255})\|([a-z_]{2,24}[*~#!%$@^+a-z_-]{0,40})\|(?:([^|]{0,60})\|)?(.{0,400})$"
+)
+_PLAIN_ROW: Final = re.compile(
+    r"^([A-Za-z][A-Za-z0-9_.-]{0,62}) +((?:idle|mix|mixed|alloc|allocated|down|drain|drained|draining|drng|comp|maint"
+    r"|resv|reserved|plnd|planned|fail|failing|boot|unk|inval)[*~#!%$@^-]{0,3})$"
+)
+_CHECK_TIMED_OUT: Final = re.compile(r"timed out|timeout|[Ww]atchdog timer", re.IGNORECASE)
 _PROLOG: Final = re.compile(
     r"error: (?:prolog|epilog)\b|[Pp]rolog (?:error|failure|failed)|_run_prolog.{0,80}(?:fail|stat)"
 )
@@ -106,8 +125,12 @@ def read_slurm_line(line: Line, reading: Reading | None, tools: Tools) -> Iterat
     text = line.text
     yield from _launches(line, tools)
     yield from _nodes(line, tools)
+    if line.label.kind in ("slurm", "text"):
+        yield from _tables(line, tools)
     yield from _refusals(line)
     yield from _wills(line)
+    if reading is not None and reading.key == "slurm_not_responding":
+        yield NodeGone(**where(line, reading.node), how="silent")
     if reading is not None and reading.kind == "slurm" and not _ACCT_ROW.match(text.strip()):
         how = _HOW.get(reading.key)
         if how:
@@ -154,7 +177,13 @@ def _launches(line: Line, tools: Tools) -> Iterator[Fact]:
 def _nodes(line: Line, tools: Tools) -> Iterator[Fact]:
     text = line.text
     memory, counted, row, state = (p.search(text) for p in (_MEMORY, _COUNTED, _SINFO_R, _NODE_STATE))
-    if memory:
+    gres, rebooted = _GRES.search(text), _REBOOTED.search(text)
+    if gres:
+        on = _NODE_OF.search(text)
+        yield GpusShort(**where(line, on[1] if on else None), have=int(gres[1]), want=int(gres[2]))
+    elif rebooted:
+        yield NodeGone(**where(line, rebooted[1]), how="rebooted")
+    elif memory:
         yield MemoryShort(**where(line, memory[1]), have_mb=int(memory[2]), want_mb=int(memory[3]))
     elif counted:
         base, flags = tools.node_state(counted[2])
@@ -183,6 +212,33 @@ def _nodes(line: Line, tools: Tools) -> Iterator[Fact]:
         )
 
 
+def _tables(line: Line, tools: Tools) -> Iterator[Fact]:
+    """Rows of sinfo in the forms that sites use."""
+    text = line.text.strip()
+    table, piped, plain = (p.match(text) for p in (_SINFO_ROW, _PIPED, _PLAIN_ROW))
+    if table:
+        name, state, reason = table[6], table[5], ""
+    elif piped:
+        name, state, reason = piped[1], piped[2], piped[4]
+    elif plain:
+        name, state, reason = plain[1], plain[2], ""
+    else:
+        return
+    base, flags = tools.node_state(state)
+    if base == "unknown" and not flags:
+        return
+    nodes = _names(name, tools)
+    yield NodeListed(
+        **where(line, nodes[0] if len(nodes) == 1 else None),
+        state=base,
+        flags=flags,
+        reason=reason,
+        owner=owner_of(reason, tools.owner),
+        nodes=nodes,
+        count=len(nodes) or 1,
+    )
+
+
 def _refusals(line: Line) -> Iterator[Fact]:
     missing = _MISSING_TOOL.search(line.text)
     if missing:
@@ -200,8 +256,9 @@ def _wills(line: Line) -> Iterator[Fact]:
         yield Will(**where(line), what="drain", note=hands_off[1])
     elif marking and owner_of(marking[2], "\0") == "person" and not marking[2].lower().startswith("check_"):
         yield Will(**where(line, marking[1]), what="drain", note=marking[2])
-    elif failed:
-        yield LaunchFailed(**where(line), why="check")
+    elif failed or text.startswith(("NHC:", "nhc:")):
+        said = failed[1] if failed else text
+        yield CheckFailed(**where(line), check=said[:200], timed_out=bool(_CHECK_TIMED_OUT.search(said)))
     killed = _KILLED_BY.search(text)
     if killed:
         yield Will(**where(line), what="cancel", note=killed[1])

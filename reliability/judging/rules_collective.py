@@ -171,8 +171,9 @@ def _anywhere(echoes: Sequence[RankSaid]) -> Finding:
 
 
 def _echoes(echoes: Sequence[RankSaid]) -> Finding:
+    network = any(e.class_ == "nccl_net_error" for e in echoes)
     return Finding(
-        verdict=Kind.TRANSIENT,
+        verdict=Kind.AMBIGUOUS if network else Kind.TRANSIENT,
         action=Act.RESTART,
         rule="only_echoes",
         why="all that speak saw a peer go; which rank began it is not in these lines: restart, within a limit",

@@ -14,7 +14,7 @@ from outlast.reliability.judging.facts_run import Restarted, Will
 from outlast.reliability.judging.read_exporter import XID_GAUGE
 from outlast.reliability.judging.read_gpu import HARD_MASK, decode_mask
 from outlast.reliability.judging.rules_gpu import CHANNEL_RESET, HARDWARE
-from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, nodes_of
+from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, nodes_of, place
 from outlast.reliability.judging.words import PARSE_ONLY, Act, Finding, lost
 from outlast.reliability.model import Kind
 
@@ -104,6 +104,17 @@ def raised_gauge(scene: Scene) -> Iterator[Finding]:
 
 def clocks(scene: Scene) -> Iterator[Finding]:
     """Throttle reasons by their bits: hardware slowdown, heat and the power brake count, a power cap does not."""
+    hot = [g for g in scene.seen(GpuLooked) if g.what == "hot"]
+    if hot:
+        yield Finding(
+            verdict=Kind.HARDWARE_SUSPECT,
+            action=Act.JOB_END,
+            rule="slowed_down",
+            why="the GPU is slowed down by its hardware, for heat or power: look at its cooling when the job is over",
+            culprit=place(hot[0], hot[0].gpu),
+            evidence=ids(hot),
+        )
+        return
     masks = [p for p in scene.seen(PowerLooked) if p.mask]
     hard = [p for p in masks if p.mask & HARD_MASK]
     brake = [p for p in hard if p.mask & POWER_BRAKE]

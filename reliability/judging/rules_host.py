@@ -17,7 +17,9 @@ from outlast.reliability.model import Kind
 CORRECTED_MANY: Final = 100
 """Corrected errors of one device in one case: a link or module that is going."""
 FLAPS_MANY: Final = 3
-_BROKEN: Final = frozenset({"pcie_fatal", "host_memory_ue", "host_mce", "gpu_bus_loss", "nvlink_fatal"})
+_BROKEN: Final = frozenset(
+    {"pcie_fatal", "host_memory_ue", "host_mce", "gpu_bus_loss", "nvlink_fatal", "nvswitch_fatal"}
+)
 _CORRECTED: Final = frozenset({"pcie_correctable", "host_memory_ce"})
 _STUCK: Final = frozenset({"soft_lockup", "hard_lockup", "kernel_panic", "kernel_oops"})
 

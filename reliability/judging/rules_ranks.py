@@ -210,7 +210,7 @@ def program_errors(scene: Scene) -> Iterator[Finding]:
     """The program's own error, by its kind."""
     own = [s for s in scene.seen(RankSaid) if not s.echo and s.key not in STORAGE_KEYS and s.action != "ignore"]
     # the net's errors are weighed with both ends in view (rules_collective.py)
-    own = [s for s in own if s.class_ != "nccl_net_error"]
+    own = [s for s in own if s.class_ not in ("nccl_net_error", "straggler", "progress")]
     if not own or any(True for _ in scene.seen(WriteFailed)):
         return
     first = own[0]

@@ -7,6 +7,7 @@ log. A write that fails on many nodes is what they share; on one node it is that
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -18,6 +19,8 @@ from outlast.reliability.model import Kind
 
 SMALL_SHARE: Final = 0.9
 """Shards that add up to less than this share of an older save's are cut short."""
+_MARKERS: Final = frozenset({".metadata", "COMMITTED"})
+"""Written last of all; a save in another layout has other numbers of shards, and one of these."""
 _PARTS: Final = re.compile(r"[0-9]+")
 
 
@@ -28,6 +31,10 @@ def incomplete(scene: Scene) -> Iterator[Finding]:
     tracker = scene.seen(PointerSeen)
     bad = [s for s in saves if _lacks(s, saves) or any(f.name == s.name for f in failed)]
     good = [s for s in saves if s not in bad]
+    astray = _astray(tracker, saves)
+    if astray and not bad and not failed:
+        yield _pointer_astray(astray, good)
+        return
     if not bad and not failed:
         if good and any(p.to == "" for p in tracker):
             yield _no_tracker(scene, good)
@@ -52,6 +59,26 @@ def incomplete(scene: Scene) -> Iterator[Finding]:
     )
 
 
+def _astray(pointers: Sequence[PointerSeen], saves: Sequence[SaveSeen]) -> str:
+    """The name or step that a pointer gives and no save bears."""
+    known = {s.name for s in saves} | {str(s.step) for s in saves}
+    told = [p.to for p in pointers if p.to]
+    return next((t for t in told if saves and t not in known and t.lstrip("0") not in known), "")
+
+
+def _pointer_astray(to: str, good: Sequence[SaveSeen]) -> Finding:
+    return Finding(
+        verdict=Kind.CHECKPOINT_UNUSABLE,
+        action=Act.ROLLBACK,
+        rule="pointer_astray",
+        why=f"the pointer leads to {to}, and there is no such checkpoint; the newest complete one is {good[-1].name}",
+        culprit=to,
+        evidence=ids(good),
+        rejected=(lost("the pointer", "it is written by itself and proves nothing"),),
+        checks={"chosen": good[-1].name},
+    )
+
+
 def _lacks(save: SaveSeen, saves: Sequence[SaveSeen]) -> str:
     """What an unfinished save lacks; '' for one that seems whole."""
     if save.complete is not None:
@@ -65,9 +92,16 @@ def _lacks(save: SaveSeen, saves: Sequence[SaveSeen]) -> str:
         gone = {_kind(f) for f in elder.files} - {_kind(f) for f in save.files}
         if gone and save.files:
             return f"{sorted(gone)[0]} is missing, which {elder.name} has"
+        fewer = next((k for k, n in _counted(elder.files).items() if _counted(save.files).get(k, n) < n), "")
+        if fewer and not _MARKERS & set(save.files):
+            return f"it has fewer files like {fewer} than {elder.name}"
         if save.sizes and elder.sizes and sum(save.sizes) < SMALL_SHARE * sum(elder.sizes):
             return f"its files hold {sum(save.sizes)} bytes, those of {elder.name} {sum(elder.sizes)}"
     return ""
+
+
+def _counted(files: Sequence[str]) -> Counter[str]:
+    return Counter(_kind(f) for f in files)
 
 
 def _kind(name: str) -> str:

@@ -279,9 +279,9 @@ def names(scene: Scene) -> Iterator[Finding]:
     )
 
 
-def listings(scene: Scene) -> Iterator[Finding]:
-    """Jobs and nodes as listed, with nothing wrong between them."""
-    jobs, nodes = scene.seen(JobListed), scene.seen(NodeListed)
+def live_over_accounting(scene: Scene) -> Iterator[Finding]:
+    """Two sources on one job that disagree: the live one counts."""
+    jobs = scene.seen(JobListed)
     live = [j for j in jobs if j.live]
     if live and any(not j.live for j in jobs):
         running = live[-1].state
@@ -294,7 +294,12 @@ def listings(scene: Scene) -> Iterator[Finding]:
             rejected=(lost("what accounting says", "it is of another time or another job"),),
             checks={"state": running},
         )
-    elif jobs or nodes:
+
+
+def listings(scene: Scene) -> Iterator[Finding]:
+    """Jobs and nodes as listed, with nothing wrong between them."""
+    jobs, nodes = scene.seen(JobListed), scene.seen(NodeListed)
+    if jobs or nodes:
         yield Finding(
             verdict=PARSE_ONLY,
             action=Act.NONE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from outlast.reliability.judging.facts_run import Blind, Note, OwnDoing, Restarted
+from outlast.reliability.judging.facts_run import Blind, Note, OwnDoing, Tried
 from outlast.reliability.judging.scene import Scene, ids
 from outlast.reliability.judging.sources import Src
 from outlast.reliability.judging.words import Act, Finding, lost
@@ -66,12 +66,9 @@ def own_doings(scene: Scene) -> Iterator[Finding]:
 
 def no_progress(scene: Scene) -> Iterator[Finding]:
     """Tries that all end where they began."""
-    tries = [r for r in scene.seen(Restarted) if r.progress is not None]
-    still = 0
-    for one in reversed(tries):
-        if one.progress:
-            break
-        still += 1
+    tries = scene.seen(Tried)
+    # progress is a newer checkpoint, not a longer life
+    still = len([t for t in tries if t.loaded == tries[-1].loaded]) if tries else 0
     if still >= NO_PROGRESS_TRIES:
         yield Finding(
             verdict=Kind.AMBIGUOUS,
