@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.bench.rows import Row, render
 
-BENCHES = ("restart",)
+BENCHES = ("restart", "evidence")
 OUT = Path("build/bench")
 
 

@@ -1,0 +1,42 @@
+"""`outlast run` with one difference: no rule waits for what may follow a line, so that each line is its own incident.
+
+    bench_supervisor.py RUN.yaml
+
+The real supervisor, agent, link and log, built by the same functions; only the policy's waiting time is 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+from pathlib import Path
+
+import msgspec
+
+from outlast.reliability.cli import common, compose
+from outlast.reliability.config import load_frozen
+from outlast.reliability.freeze import freeze
+from outlast.reliability.parts import Parts
+from outlast.reliability.supervise import supervise
+from outlast.reliability.switchboard import Switchboard
+
+
+def main(run_file: Path) -> int:
+    """Until the run is over or this process is told to end."""
+    asked = common.read(run_file).run
+    run_dir = freeze(asked, Path(asked.run_root))
+    run = load_frozen(run_dir)
+    cluster = compose.make_cluster(run_dir, run)
+
+    def build(board: Switchboard) -> Parts:
+        parts = compose.make_parts(run_dir, run, board, cluster, node="", in_batch=False, on_event=None)
+        at_once = msgspec.structs.replace(parts.policy, settle_s=0.0, consequence_s=0.0)
+        return dataclasses.replace(parts, policy=at_once)
+
+    secret = bytes.fromhex(run_dir.secret.read_text().strip())
+    return asyncio.run(supervise(run_dir, build, secret=secret, host="127.0.0.1", node="", why="bench", stand_by=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
