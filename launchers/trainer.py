@@ -137,6 +137,7 @@ class Training:
         self.progress: Progress = trainer_state.Progress()
         self._sample_log = _open_sample_log(env, world)
         self._saver = _open_saver(settings, self._on_durable)
+        self._prints = None if settings.no_fingerprints else trainer_state.watch_prints(self.trainee)
 
     def run(self) -> None:
         """Restore, train to the end or to the stop, and see the last save durable."""
@@ -154,9 +155,14 @@ class Training:
             return
         self._enter("load")
         started_s = time.monotonic()
-        self.progress = trainer_state.load_state(self.settings.restore_dir, self.trainee, self.world, self.facts)
+        self.progress = trainer_state.load_state(
+            self.settings.restore_dir, self.trainee, self.world, self.facts, self._prints
+        )
         took_s = time.monotonic() - started_s
-        self._say(f"restored train_step {self.progress.train_step} from {self.settings.restore_dir} in {took_s:.2f} s")
+        count = self._prints.compared if self._prints else 0
+        compared = f"{count} tensors as saved" if count else "not compared with fingerprints"
+        where = f"from {self.settings.restore_dir} in {took_s:.2f} s"
+        self._say(f"restored train_step {self.progress.train_step} {where}, {compared}")
 
     def _step(self) -> bool:
         """One train_step and what belongs to its end; True where the run has been asked to stop after it."""
@@ -226,6 +232,8 @@ class Training:
             self.progress,
             self.facts,
             parents=(restored.name,) if restored else (),
+            prints=self._prints,
+            root=self.settings.checkpoint_dir or Path(),
         )
         return hold_s
 

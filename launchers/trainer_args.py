@@ -48,6 +48,8 @@ class Settings:
     overlap: bool = False
     """Overlap gradient reduction and parameter gathering with compute, in small buckets."""
     save_on_term: bool = False
+    no_fingerprints: bool = False
+    """Neither store fingerprints with a save nor compare them after a restore."""
     timeout_s: float = 600.0
     """How long a collective may wait for the other ranks."""
     data_bytes: int = 2_000_000

@@ -10,6 +10,8 @@ How files are written, hashed and committed is the checkpoint room's business.
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,14 +21,21 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject  # type: ignore[import-untyped]
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # type: ignore[import-untyped]
 
+from outlast.checkpoint.live_prints import LivePrints, check_after_restore
 from outlast.checkpoint.manifest import Identity
+from outlast.checkpoint.names import name_step
+from outlast.checkpoint.ops import RealOps
+from outlast.checkpoint.prints import Prints, write_prints
 from outlast.checkpoint.reader import load, load_common
 from outlast.checkpoint.writer import Saver
 from outlast.launchers.megatron_fixes import settle_parameters
 from outlast.launchers.trainer_args import Settings, TrainerError
+from outlast.launchers.trainer_data import VOCABULARY
 from outlast.launchers.trainer_model import Trainee
 from outlast.launchers.trainer_world import World, seed_generators
 from outlast.reliability.model import Layout
+
+log = logging.getLogger(__name__)
 
 _FORMAT: Final[dict[str, Any]] = {
     # the one optimizer format that loads into another tp and pp
@@ -86,10 +95,22 @@ def layout_of(world: World) -> Layout:
 
 
 def save_state(
-    saver: Saver, trainee: Trainee, world: World, progress: Progress, facts: RunFacts, parents: tuple[str, ...] = ()
+    saver: Saver,
+    trainee: Trainee,
+    world: World,
+    progress: Progress,
+    facts: RunFacts,
+    parents: tuple[str, ...] = (),
+    prints: LivePrints | None = None,
+    root: Path = Path(),
 ) -> float:
-    """Start saving; returns the seconds that training was held. Collective. The state may change once it returns."""
+    """Start saving; returns the seconds that training was held. Collective. The state may change once it returns.
+
+    With `prints`, fingerprints of the state are stored beside the manifest, below `root`, the saver's directory.
+    """
+    began_s = time.monotonic()
     settle_parameters(trainee.wrapped)
+    taken = prints.take(progress.train_step) if prints else None
     state = sharded_state(trainee, world, is_loading=False)
     state["rng"] = _generators(world)
     state["outlast"] = {
@@ -98,7 +119,7 @@ def save_state(
         "run": asdict(facts),
         "ranks": _rank_grid(world),
     }
-    return saver.save(
+    saver.save(
         state,
         train_step=progress.train_step,
         samples=progress.samples,
@@ -108,12 +129,31 @@ def save_state(
         parents=parents,
         content_metadata=dict(_FORMAT),
     )
+    if taken and world.env.rank == 0 and saver.in_flight == progress.train_step:
+        _store_prints(taken, root)
+    return time.monotonic() - began_s
 
 
-def load_state(path: Path, trainee: Trainee, world: World, facts: RunFacts) -> Progress:
+def watch_prints(trainee: Trainee) -> LivePrints:
+    """What takes and compares fingerprints of this state."""
+    return LivePrints([trainee.module], trainee.optimizer, vocabulary=VOCABULARY)
+
+
+def _store_prints(taken: Prints, root: Path) -> None:
+    """A checkpoint without fingerprints is whole: that they cannot be stored fails no save."""
+    try:
+        write_prints(RealOps(), root / name_step(taken.train_step), taken)
+    except OSError as e:
+        log.warning("fingerprints of train_step %d not stored: %s", taken.train_step, e)
+
+
+def load_state(
+    path: Path, trainee: Trainee, world: World, facts: RunFacts, prints: LivePrints | None = None
+) -> Progress:
     """Fill model, optimizer and generators from a checkpoint of this run, saved in any layout. Collective.
 
-    Raises TrainerError where it is another run's, and what the reader raises where it is not whole.
+    Raises TrainerError where it is another run's, what the reader raises where it is not whole, and NotAsSaved where
+    what came out of it is not what was saved.
     """
     common, _ = load_common(path)
     kept = common.get("outlast")
@@ -129,6 +169,8 @@ def load_state(path: Path, trainee: Trainee, world: World, facts: RunFacts) -> P
     state, _ = load(request, path)
     trainee.module.load_state_dict(state["model"])
     trainee.optimizer.load_state_dict(state["optimizer"])
+    if prints is not None:
+        check_after_restore(prints, path)
     progress = Progress(train_step=kept["train_step"], samples=kept["samples"])
     if same_layout:
         _set_generators(state["rng"])

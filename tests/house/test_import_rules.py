@@ -193,7 +193,8 @@ def test_what_decides_rests_on_pure_modules_alone() -> None:
 HEAVY = frozenset({"torch", "megatron", "numpy"})
 IN_RANKS = _ours(
     """
-    checkpoint.writer checkpoint.reader checkpoint.megatron_async launchers.megatron_cpu launchers.megatron_fixes
+    checkpoint.writer checkpoint.reader checkpoint.megatron_async checkpoint.fingerprint checkpoint.placing
+    checkpoint.live_prints launchers.megatron_cpu launchers.megatron_fixes
     launchers.trainer launchers.trainer_data launchers.trainer_model launchers.trainer_state launchers.trainer_world
     """
 )
