@@ -31,6 +31,7 @@ test: system check
 
 test-long: system wheel
 	$(PYTEST) -m "long"
+	OUTLAST_HYPOTHESIS=search $(PYTEST) -n 2 -m "not slow and not slurm and not megatron and not long and not megatron_lm"
 
 # needs OUTLAST_MEGATRON_LM: a work tree of Megatron-LM core_v0.16.1
 test-megatron-lm: wheel

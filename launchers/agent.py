@@ -260,13 +260,7 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
         lease_s=run.limits.lease_s,
     )
     successor = Successor(run_dir, me.node, keep=keeper.helpers.add)
-
-    async def succeed(epoch: int) -> None:
-        log.warning("starting a supervisor for epoch %d: pid %d", epoch, successor.start(epoch))
-
-    election = Election(
-        run_dir=run_dir, me=me.node, lease=link, lease_s=run.limits.lease_s, start_successor=succeed, note=log.info
-    )
+    election = _election(run_dir, me.node, link, run.limits.lease_s, successor)
     end_on_signals(agent)
     talking = [asyncio.create_task(_again(part)) for part in (link.run, election.run)]
     code = await agent.work()
@@ -275,6 +269,15 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
     await _part(link, talking)
     await asyncio.to_thread(pump.close, 2.0)
     return code
+
+
+def _election(run_dir: RunDir, me: Node, link: AgentLink, lease_s: float, successor: Successor) -> Election:
+    """What starts a successor here when the lease has lapsed and it is this agent's turn."""
+
+    async def succeed(epoch: int) -> None:
+        log.warning("starting a supervisor for epoch %d: pid %d", epoch, successor.start(epoch))
+
+    return Election(run_dir=run_dir, me=me, lease=link, lease_s=lease_s, start_successor=succeed, note=log.info)
 
 
 async def _part(link: AgentLink, talking: list[asyncio.Task[None]]) -> None:
