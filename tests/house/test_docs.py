@@ -86,7 +86,7 @@ def test_every_command_of_a_page_is_one(page: Path) -> None:
 def test_a_wrong_command_would_be_noticed() -> None:
     assert _check_command(["submitt", "RUN.yaml"])
     assert _check_command(["status", "--wach"])
-    assert _check_command(["submit"])
+    assert _check_command(["report"])
     assert not _check_command(["submit", "RUN.yaml", "--set", "lr=2e-4"])
 
 
