@@ -200,6 +200,10 @@ class Stamped(Fact, frozen=True, kw_only=True):
     wall_s: float
 
 
+class Harmless(Fact, frozen=True, kw_only=True):
+    """A line that is known to mean nothing, or an ordinary one of the kernel."""
+
+
 class Note(Fact, frozen=True, kw_only=True):
     """Words of which nothing was recognised."""
 

@@ -13,6 +13,7 @@ from typing import Final
 
 from outlast.reliability.judging import (
     rules_collective,
+    rules_compared,
     rules_exporter,
     rules_gpu,
     rules_host,
@@ -53,6 +54,10 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_gpu.asked_recovery,
     rules_gpu.contained,
     # what the scheduler and the storage did to the job
+    rules_compared.partition_down,
+    rules_compared.leaks,
+    rules_compared.stuck_saves,
+    rules_compared.shrinks,
     rules_queue.missing_gpus,
     rules_slurm.launches,
     rules_slurm.kill_failed,
@@ -72,6 +77,7 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_ranks.reruns,
     rules_ranks.not_a_number,
     rules_ranks.gpu_errors,
+    rules_compared.changes,
     rules_suite.no_progress,
     rules_collective.desynchronised,
     rules_program.program_faults,
@@ -90,6 +96,11 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_exporter.tools_hung,
     rules_exporter.clocks,
     rules_steps.named_rank,
+    rules_compared.slow_in_class,
+    rules_compared.pair_tests,
+    rules_compared.pauses,
+    rules_compared.communication,
+    rules_compared.offenders,
     rules_steps.slow_job,
     rules_steps.spikes,
     # monitors, and lines that need nothing
@@ -110,7 +121,9 @@ RULES: Final[tuple[Rule, ...]] = (
 )
 
 MAX_REJECTED: Final = 6
-_FALLBACKS: Final = frozenset({"words_only", "empty", "progress", "listing", "nothing_to_do", "exporter_page"})
+_FALLBACKS: Final = frozenset(
+    {"words_only", "empty", "ordinary_lines", "progress", "listing", "nothing_to_do", "exporter_page"}
+)
 
 
 def judge_case(case: Case, tools: Tools) -> Answer:

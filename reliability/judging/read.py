@@ -14,7 +14,7 @@ from typing import Final
 from outlast.reliability.classify import Reader, Reading
 from outlast.reliability.judging.case import Case, Line
 from outlast.reliability.judging.facts import Fact
-from outlast.reliability.judging.facts_run import Note
+from outlast.reliability.judging.facts_run import Harmless, Note
 from outlast.reliability.judging.read_exporter import read_samples
 from outlast.reliability.judging.read_gpu import (
     is_kernel_kind,
@@ -55,7 +55,23 @@ def read_line(line: Line, reader: Reader, tools: Tools) -> Iterator[Fact]:
     """The facts of one line; a Note where nothing is recognised."""
     reading = reader.read(line.text[:LINE_CHARS]) if line.text.strip() else None
     found = [*_machine(line, reading, tools), *read_notes(line)]
-    yield from found or [Note(id=line.id, at_s=line.at_s, text=line.text[:400], kind=line.label.kind)]
+    if found:
+        yield from found
+    elif _ordinary(line, reading, tools):
+        yield Harmless(id=line.id, at_s=line.at_s)
+    else:
+        yield Note(id=line.id, at_s=line.at_s, text=line.text[:400], kind=line.label.kind)
+
+
+def _ordinary(line: Line, reading: Reading | None, tools: Tools) -> bool:
+    """Known and harmless, or the kernel's own line of which no reader knows more."""
+    if line.label.kind in (Src.NOTE, Src.PERSON, Src.SUITE):
+        return False
+    if reading is None:
+        return line.label.kind is Src.KERNEL
+    rows = tools.catalogue.rank_log if reading.table == "rank_log" else tools.catalogue.kernel
+    row = rows(reading.key)
+    return row is not None and row.class_ in ("benign", "progress") and reading.key != "program_text"
 
 
 def _machine(line: Line, reading: Reading | None, tools: Tools) -> Iterator[Fact]:

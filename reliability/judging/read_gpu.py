@@ -45,8 +45,8 @@ _DEVICE: Final = re.compile(
 _GPU_INDEX: Final = re.compile(r"\bGPU ?([0-9]{1,2})\b(?! GSP!)")
 _HUNG_TOOL: Final = re.compile(r"\b(\w{3,40}) has not returned after ([0-9.]{1,8}) ?s\b")
 _HOST_ENGINE: Final = re.compile(
-    r"(?:[Hh]ost ?[Ee]ngine|nv-hostengine|dcgm-exporter|DCGM).{0,120}"
-    r"(?:connection (?:is |was )?(?:lost|refused|not valid)|not valid|unreachable|timed? ?out|not running|[Ff]ailed to (?:collect|init))"
+    r"(?:[Hh]ost ?[Ee]ngine|nv-hostengine|dcgm-exporter|DCGM).{0,120}(?:not valid|unreachable|timed? ?out|not running"
+    r"|[Ff]ailed to (?:collect|init)|connection (?:is |was )?(?:lost|refused))"
     r"|\bcontext deadline exceeded\b|\bscrape.{0,40}(?:timed out|timeout)",
 )
 _DOWN: Final = re.compile(r"^up(?:\{.{0,400}\})? 0$")

@@ -311,12 +311,18 @@ def listings(scene: Scene) -> Iterator[Finding]:
         )
 
 
+def _killed(code: str) -> bool:
+    """Whether an ExitCode says POSIX signal; beyond 64 Slurm marks other ends there."""
+    number = code.partition(":")[2]
+    return number.isdigit() and 0 < int(number) <= 64
+
+
 def _checks(jobs: list[JobListed], nodes: list[NodeListed]) -> dict[str, object]:
     checks: dict[str, object] = {}
     states = [j.state for j in jobs]
     if states:
         checks |= {"state": states[0]} if len(states) == 1 else {"states": states}
-        signals = {j.job: f"signal {j.exit.partition(':')[2]}" for j in jobs if j.exit and not j.exit.endswith(":0")}
+        signals = {j.job: f"signal {j.exit.partition(':')[2]}" for j in jobs if _killed(j.exit)}
         checks |= {"exit": signals} if signals and jobs[0].truncated else {}
         hosts = [n for j in jobs for n in j.nodes]
         checks |= {"host": hosts[0]} if len(hosts) == 1 else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from outlast.reliability.judging.facts_run import Blind, Note, OwnDoing, Tried
+from outlast.reliability.judging.facts_run import Blind, Harmless, Note, OwnDoing, Tried
 from outlast.reliability.judging.scene import Scene, ids
 from outlast.reliability.judging.sources import Src
 from outlast.reliability.judging.words import Act, Finding, lost
@@ -99,16 +99,23 @@ def blind(scene: Scene) -> Iterator[Finding]:
 def words_only(scene: Scene) -> Iterator[Finding]:
     """Nothing of a machine's making could be read."""
     notes = scene.seen(Note)
+    harmless = scene.seen(Harmless)
     told = [n for n in notes if n.kind is not Src.TEXT and n.text.strip()]
     text = [n for n in notes if n.kind is Src.TEXT and n.text.strip()]
-    if told or text or scene.facts:
+    if not told and not text and (harmless or not any(type(f) is not Note for f in scene.facts)):
+        yield Finding(
+            verdict=Kind.NO_FAULT,
+            action=Act.LOG if harmless else Act.NONE,
+            rule="ordinary_lines" if harmless else "empty",
+            why="ordinary lines, known to mean nothing" if harmless else "there is nothing to judge",
+            evidence=ids(harmless),
+        )
+    else:
         yield Finding(
             verdict=Kind.AMBIGUOUS,
             action=Act.PAGE,
             rule="words_only",
             why="told in words, or in a form that no reader knows: words convict nobody, a person should read them",
-            evidence=ids([*told, *text]),
+            evidence=ids([*told, *text] or scene.facts),
             rejected=(lost("whom the words accuse", "no machine says so"),),
         )
-    else:
-        yield Finding(verdict=Kind.NO_FAULT, action=Act.NONE, rule="empty", why="there is nothing to judge")
