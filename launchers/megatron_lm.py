@@ -13,6 +13,7 @@ gone the rank refuses by name with exit code 2, before it trains unwatched.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -105,6 +106,7 @@ def _or_refuse(hook: Hook) -> Hook:
         try:
             hook(module)
         except MegatronLmRefused:
+            after_import(module.__name__, guarded)  # refused in the process that ranks are forked from: they try anew
             traceback.print_exc()
             sys.stderr.flush()
             raise SystemExit(REFUSED) from None
@@ -153,6 +155,8 @@ def _watch_end() -> None:
 def _end_when(path: Path) -> None:
     while not path.exists():
         time.sleep(LOOK_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)  # with its data workers and writers
     os._exit(ENDED)
 
 

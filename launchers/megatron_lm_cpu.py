@@ -16,13 +16,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import managers
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 from torch.utils.data import dataloader
 
-from outlast.launchers import megatron_cpu
+from outlast.launchers import megatron_cpu, reap
 from outlast.launchers.after_import import after_import
 from outlast.launchers.megatron_lm_names import ASYNC
 
@@ -59,6 +60,7 @@ def _put(owner: object, name: str, value: object) -> None:
 
 def _adapt_core() -> None:
     megatron_cpu.adapt()
+    _bind_the_result_queue()
     _put(torch.cuda, "Event", _TimedEvent)
     for name in ("temperature", "power_draw", "utilization", "clock_rate"):
         _put(torch.cuda, name, lambda *_a, **_k: 0)
@@ -123,6 +125,23 @@ class _TimedEvent:
         return True
 
     def synchronize(self) -> None: ...
+
+
+def _bind_the_result_queue() -> None:
+    """The forked Manager of megatron_cpu.py would take over Megatron-LM's SIGTERM handler, and so outlive its rank
+    until it is killed, which holds up the next attempt. This one dies with its rank."""
+    from megatron.core.dist_checkpointing.strategies import (  # type: ignore[import-untyped]
+        filesystem_async as upstream,
+    )
+
+    def results_queue() -> Any:
+        if upstream._results_queue is None:
+            manager = managers.SyncManager(ctx=upstream.mp.get_context("fork"))
+            manager.start(reap.die_with_parent, (os.getpid(),))
+            upstream._results_queue = manager.Queue()
+        return upstream._results_queue
+
+    upstream._get_write_results_queue = results_queue
 
 
 # ---------------------------------------------------------------- built parts that a work tree lacks

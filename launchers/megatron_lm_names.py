@@ -60,8 +60,9 @@ def check(module: ModuleType) -> None:
     found = sorted(name for name in vars(module) if not name.startswith("_"))
     near = {name: difflib.get_close_matches(name, found, 3, 0.6) for name in gone}
     hints = "; ".join(f"{name} (found {', '.join(close)})" if close else name for name, close in near.items())
+    own = [name for name in found if getattr(getattr(module, name), "__module__", "") == module.__name__]
     raise MegatronLmRefused(
-        f"names that outlast hooks are gone: {hints}. {module.__file__} has {_list(found)}. "
+        f"names that outlast hooks are gone: {hints}. {getattr(module, '__file__', 'it')} has {_list(own)}. "
         f"Expected Megatron-LM {TESTED} or one near to it; task.kind: plain supervises it without step records",
         module=module.__name__,
     )

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from outlast.checkpoint.manifest import decode_manifest
@@ -109,6 +110,16 @@ class Ended:
     def checkpoint_dir(self) -> str:
         return load_frozen(self.run_dir).checkpoint.dir
 
+    def log(self, attempt: int, rank: int) -> str:
+        """What this rank printed."""
+        return (self.run_dir.rank(attempt, m.Rank(rank)) / "log").read_text(errors="replace")
+
+    def calls(self, attempt: int, rank: int) -> list[str]:
+        """The traced functions of Megatron-LM, in the order in which this rank called them."""
+        name = self.run_dir.name.rsplit("-", 1)[0]
+        lines = (self.run_dir.root.parent / f"{name}-files" / f"trace-{rank}").read_text().splitlines()
+        return [line.split()[1] for line in lines if line.split()[0] == str(attempt)]
+
     def said(self) -> str:
         """What the ranks printed, for the message of a test that fails."""
         logs = sorted(self.run_dir.root.glob("attempts/*/ranks/*/log"))
@@ -129,13 +140,15 @@ class Runs:
         spares: int = 0,
         checkpoint_dir: str = "",
         stop_after: int = 0,
+        params: dict[str, str | int | float | bool | None] | None = None,
     ) -> Ended:
         """One run, to its end; asked to stop once the train_step `stop_after` is in the log."""
         files = self.place / f"{name}-files"
         files.mkdir()
         for node in "abc":
             (files / f"{node}.kmsg").touch()
-        run_dir = freeze(self._run_file(name, fault, files, spares, checkpoint_dir), self.place)
+        asked = self._run_file(name, fault, files, spares, checkpoint_dir)
+        run_dir = freeze(msgspec.structs.replace(asked, params={**PARAMS, **(params or {})}), self.place)
         cluster = LocalCluster(run_dir, load_frozen(run_dir))
         with _limit(LIMIT_S):
             look = _stopper(run_dir, stop_after) if stop_after else None
@@ -144,7 +157,7 @@ class Runs:
         return Ended(run_dir, code, fold(events), events)
 
     def _run_file(self, name: str, fault: str, files: Path, spares: int, checkpoint_dir: str) -> RunFile:
-        env = {"PYTHONPATH": str(HERE), "MLM_FAULT_DIR": str(files)} | ({"MLM_FAULT": fault} if fault else {})
+        env = {"PYTHONPATH": str(HERE), "MLM_FAULT_DIR": str(files), "MLM_TRACE": "1", "MLM_FAULT": fault}
         return RunFile(
             name=name,
             task=Task(
@@ -227,3 +240,8 @@ def reference(runs: Runs) -> Ended:
 @pytest.fixture(scope="session")
 def real_tree() -> Path:
     return _real_tree()
+
+
+@pytest.fixture(scope="session")
+def make_runs() -> type[Runs]:
+    return Runs

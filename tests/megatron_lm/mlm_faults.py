@@ -6,6 +6,7 @@ MLM_FAULT=kill:rank=1:step=7               SIGKILL of this rank, once a run
           hold:rank=1:step=7               the rank waits for the stop file
           persistent|transient|correct:rank=0:step=7   a suspicious result, for the rerun machine
 MLM_FAULT_DIR                              where `once` is remembered and the kernel logs lie
+MLM_TRACE=1                                the order of calls that outlast relies on, into MLM_FAULT_DIR/trace-RANK
 """
 
 from __future__ import annotations
@@ -82,5 +83,35 @@ def _hook_injector(module: Any) -> None:
     injector.maybe_inject = maybe_inject
 
 
+_TRACED = {
+    "megatron.training.training": (
+        "load_checkpoint train train_step training_log maybe_finalize_async_save post_training_step_callbacks "
+        "checkpoint_and_decide_exit save_checkpoint_and_time save_checkpoint"
+    ),
+    "megatron.training.ft_integration": (
+        "on_training_step_start on_training_step_end on_checkpointing_start on_checkpointing_end on_checkpoint_loaded"
+    ),
+    "megatron.training.wandb_utils": "on_save_checkpoint_success",
+}
+
+
+def _trace(module: Any) -> None:
+    for name in _TRACED[module.__name__].split():
+        if hasattr(module, name):
+            setattr(module, name, _traced(name, getattr(module, name)))
+
+
+def _traced(name: str, call: Any) -> Any:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("MLM_TRACE"):
+            with open(Path(os.environ["MLM_FAULT_DIR"], f"trace-{os.environ['RANK']}"), "a") as file:
+                file.write(f"{os.environ['OUTLAST_ATTEMPT']} {name}\n")
+        return call(*args, **kwargs)
+
+    return noted
+
+
+for _name in _TRACED:
+    after_import(_name, _trace)
 after_import("megatron.training.ft_integration", _hook_steps)
 after_import("megatron.core.rerun_state_machine", _hook_injector)

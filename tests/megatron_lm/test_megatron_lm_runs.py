@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from typing import Any
+
+import pytest
 
 from outlast.reliability.model import Kind
 
@@ -28,9 +32,59 @@ def test_an_undisturbed_run_is_recorded_step_by_step_and_its_saves_are_committed
     assert rules(reference) == []
 
 
+STEP = [
+    "on_checkpointing_start",
+    "maybe_finalize_async_save",
+    "on_checkpointing_end",
+    "on_training_step_start",
+    "train_step",
+    "on_training_step_end",
+    "training_log",
+    "post_training_step_callbacks",
+    "checkpoint_and_decide_exit",
+]
+SAVE = ["save_checkpoint_and_time", "save_checkpoint", "on_checkpointing_start", "on_checkpointing_end"]
+
+
+def test_functions_are_called_in_the_order_that_the_hooks_count_on(reference: Any) -> None:
+    first, last = reference.calls(1, 0), reference.calls(1, 1)
+    block = ["train", *STEP * 4, *SAVE]
+    assert first[: len(block)] == block
+    assert last[: len(block) + 1] == [*block[:-1], "on_save_checkpoint_success", block[-1]]
+
+
+STAMP = r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\]"
+PRINTED_BY_RANK_0 = (
+    rf"^{STAMP} saving checkpoint at iteration {{7}}4 to \S+ in torch_dist format$",
+    rf"^  {STAMP} successfully saved checkpoint from iteration {{7}}4 to \S+ \[ t 1/1, p 1/1 \]$",
+    r"^\[after training is done\] datetime: ",
+)
+PRINTED_BY_THE_LAST = (
+    rf"^ {STAMP} iteration {{7}}12/ {{6}}16 \| consumed samples: {{11}}96 \|"
+    r" elapsed time per iteration \(ms\): [\d.]+ \|.* learning rate: \d\.\d{6}E-\d\d \|"
+    r" global batch size: {5}8 \| lm loss: \d\.\d{6}E\+00 \|"
+    r" loss scale: 1\.0 \| grad norm: \d+\.\d{3} \|"
+    r" number of skipped iterations:   0 \| number of nan iterations:   0 \|$",
+)
+PRINTED_ON_RESTORE = (
+    r"^ loading distributed checkpoint from \S+ at iteration 4$",
+    r"^  successfully loaded checkpoint from \S+ \[ t 1/1, p 1/1 \] at iteration 4$",
+)
+
+
+def test_lines_are_those_that_people_and_tools_read(reference: Any) -> None:
+    for rank, lines in enumerate((PRINTED_BY_RANK_0, PRINTED_BY_THE_LAST)):
+        for line in lines:
+            assert re.search(line, reference.log(1, rank), re.M), line
+            assert not re.search(line, reference.log(1, 1 - rank), re.M), line
+
+
 def test_a_killed_rank_costs_a_restart_in_place(runs: Any, reference: Any) -> None:
     found = runs("killed", fault="kill:rank=1:step=7")
     ends_like(found, reference)
+    for line in PRINTED_ON_RESTORE:
+        assert re.search(line, found.log(2, 0), re.M), line
+    assert found.calls(2, 0)[:3] == ["load_checkpoint", "on_checkpoint_loaded", "train"]
     assert rules(found) == ["unexplained_death"] and found.restored == [0, 4]
     assert found.nodes == [("a", "b"), ("a", "b")]
 
@@ -80,3 +134,34 @@ def test_a_result_that_two_nodes_agree_on_holds_the_run(runs: Any) -> None:
     assert rules(found)[:2] == ["rerun_elsewhere", "rerun_same_everywhere"], found.said()
     assert found.view.incidents[1].verdict.kind is Kind.DATA_OR_OPTIMIZER
     assert found.exit_code != 0 and found.view.incidents[1].verdict.node is None
+
+
+@pytest.mark.megatron_lm
+def test_an_asynchronous_save_is_committed_when_it_is_final_and_restored_exactly(
+    real_tree: Any, tmp_path_factory: Any, make_runs: Any
+) -> None:
+    runs = make_runs(real_tree, tmp_path_factory.mktemp("async"))
+    asked = {"async_save": True, "use_persistent_ckpt_worker": True}
+    found, undisturbed = runs("async", fault="kill:rank=1:step=11", params=asked), runs("sync")
+    ends_like(found, undisturbed)
+    assert "scheduled an async checkpoint save at iteration" in found.log(1, 0)
+    assert found.restored[1] in (4, 8)
+
+
+@pytest.mark.megatron_lm
+def test_a_version_that_lacks_a_name_is_refused_by_name(real_tree: Any, tmp_path: Any, make_runs: Any) -> None:
+    """A copy of the tree with one function renamed, as a later version might have it."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for path in real_tree.iterdir():
+        if path.name != "megatron":
+            (tree / path.name).symlink_to(path)
+    shutil.copytree(real_tree / "megatron", tree / "megatron")
+    module = tree / "megatron" / "training" / "training.py"
+    module.write_text(module.read_text().replace("checkpoint_and_decide_exit(", "save_and_decide_exit("))
+    found = make_runs(tree, tmp_path)("refused")
+    assert found.exit_code == 1 and {e.exit_code for e in found.exits} == {2}, found.said()
+    assert "names that outlast hooks are gone: checkpoint_and_decide_exit (found save_and_decide_exit" in found.log(
+        1, 0
+    )
+    assert rules(found)[-1] == "same_failure_again", found.said()

@@ -1,0 +1,4 @@
+from .global_vars import get_args
+from .training import pretrain
+
+__all__ = ["get_args", "pretrain"]
