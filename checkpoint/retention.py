@@ -17,25 +17,52 @@ from outlast.checkpoint.names import LEASES, LEAVING, TRASH, name_step, parse_st
 from outlast.checkpoint.ops import Ops
 
 
-def plan_removal(durable: Sequence[int], *, keep_last: int, keep: Collection[int], verified: int) -> tuple[int, ...]:
+def plan_removal(
+    durable: Sequence[int], *, keep_last: int, keep: Collection[int], verified: int, keep_every: int = 0
+) -> tuple[int, ...]:
     """The train_steps to remove, oldest first: committed, beyond the newest keep_last, and needed by nobody.
 
     `verified` is the newest that verifies. It stays, and so does everything newer: what is newer and does not verify
-    is evidence, and no reason to count it among the ones to keep.
+    is evidence, and no reason to count it among the ones to keep. keep_every: see pick_every; 0 for none.
     """
     sound = sorted(step for step in durable if step <= verified)
     old = sound[: max(0, len(sound) - max(keep_last, 1))]
-    return tuple(step for step in old if step not in keep)
+    spaced = pick_every(durable, keep_every)
+    return tuple(step for step in old if step not in keep and step not in spaced)
+
+
+def pick_every(durable: Sequence[int], every: int) -> frozenset[int]:
+    """The first checkpoint at or after each multiple of `every` train_steps.
+
+    Not the exact multiples: saves that are due by time seldom meet one. What was picked once stays picked while it is
+    there, whatever is removed or saved later.
+    """
+    if every <= 0:
+        return frozenset()
+    first: dict[int, int] = {}
+    for step in sorted(durable):
+        if step >= every:
+            first.setdefault(step // every, step)
+    return frozenset(first.values())
 
 
 def read_leases(root: Path) -> frozenset[int]:
     """Train_steps that somebody holds a lease on: `leases/iter_0000030.<who>`."""
+    return frozenset(list_leases(root))
+
+
+def list_leases(root: Path) -> dict[int, tuple[str, ...]]:
+    """train_step -> who holds a lease on it."""
     try:
-        names = os.listdir(root / LEASES)
+        names = sorted(os.listdir(root / LEASES))
     except FileNotFoundError:
-        return frozenset()
-    steps = (parse_step(name.partition(".")[0]) for name in names)
-    return frozenset(step for step in steps if step is not None)
+        return {}
+    held: dict[int, tuple[str, ...]] = {}
+    for name in names:
+        first, _, who = name.partition(".")
+        if (step := parse_step(first)) is not None:
+            held[step] = (*held.get(step, ()), who)
+    return held
 
 
 def remove_checkpoint(ops: Ops, root: Path, train_step: int) -> bool:

@@ -108,29 +108,32 @@ class Store:
         """Train_steps with a commit marker, ascending; cheap, nothing is verified."""
         return tuple(sorted({step for step, path in self._candidates() if _is_marked(path)}))
 
-    def prune(self, keep_last: int, *, keep: Sequence[int]) -> tuple[int, ...]:
+    def prune(self, keep_last: int, *, keep: Sequence[int], keep_every: int = 0) -> tuple[int, ...]:
         """Remove committed ones beyond the newest keep_last, and leftovers older than all that stay.
 
-        Never the newest that verifies, nor any in `keep`, nor a leased one; where none verifies nothing is removed.
-        Reads the newest one through once to know that it verifies. Returns the train_steps that went.
+        Never the newest that verifies, nor any in `keep`, nor a leased (or named) one, nor the first at or after each
+        multiple of keep_every; where none verifies nothing is removed. Reads the newest one through once to know that
+        it verifies. Returns the train_steps that went.
         """
         with self._answering("prune"):
             if not self.directory.exists():
                 return ()
             clear_trash(self._ops, self.directory)
-            restore = self.choose(quarantined=()).restore
+            restore, plan = self._plan_prune(keep_last, keep, keep_every)
             if restore is None:
                 return ()
-            needed = {*keep, *read_leases(self.directory)}
-            durable = [step for step in self._steps(self.directory) if _is_marked(self.path(step))]
-            plan = plan_removal(durable, keep_last=keep_last, keep=needed, verified=restore.train_step)
             gone = tuple(step for step in plan if remove_checkpoint(self._ops, self.directory, step))
-            staying = {restore.train_step, *durable} - {*gone}
-            self._clear_leftovers(oldest_kept=min(staying), needed=needed)
+            staying = {restore.train_step, *self._committed(), *plan} - {*gone}
+            self._clear_leftovers(oldest_kept=min(staying), needed={*keep, *read_leases(self.directory)})
             self._clear_aside(Path(restore.path))
             if gone:
                 self._point_tracker()
             return gone
+
+    def plan_prune(self, keep_last: int, *, keep: Sequence[int], keep_every: int = 0) -> tuple[int, ...]:
+        """The train_steps that prune() would remove now. Changes nothing."""
+        with self._answering("prune"):
+            return self._plan_prune(keep_last, keep, keep_every)[1]
 
     def lease(self, train_step: int, who: str) -> Path:
         """Keep this checkpoint from being pruned until release(); `who` names the holder, one lease each.
@@ -163,6 +166,22 @@ class Store:
             return target
 
     # ------------------------------------------------------------------ below: no decisions
+
+    def _plan_prune(
+        self, keep_last: int, keep: Sequence[int], keep_every: int
+    ) -> tuple[Restore | None, tuple[int, ...]]:
+        restore = self.choose(quarantined=()).restore
+        if restore is None:
+            return None, ()
+        needed = {*keep, *read_leases(self.directory)}
+        plan = plan_removal(
+            self._committed(), keep_last=keep_last, keep=needed, verified=restore.train_step, keep_every=keep_every
+        )
+        return restore, plan
+
+    def _committed(self) -> list[int]:
+        """In their proper place."""
+        return [step for step in self._steps(self.directory) if _is_marked(self.path(step))]
 
     def _verify(self, path: Path, step: int) -> Manifest:
         manifest = verify(path, cache=self._hashes)

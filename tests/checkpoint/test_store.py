@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outlast.checkpoint.commit import commit, write_bytes
 from outlast.checkpoint.errors import CheckpointError, NotWhole, StoreError
 from outlast.checkpoint.manifest import Manifest, encode_marker
 from outlast.checkpoint.names import name_step, parse_step
 from outlast.checkpoint.ops import RealOps
-from outlast.checkpoint.retention import plan_removal
+from outlast.checkpoint.retention import list_leases, plan_removal
 from outlast.checkpoint.store import Store
 from outlast.checkpoint.verify import HashCache, read_manifest, verify
 from outlast.reliability.model import Layout
@@ -261,6 +263,39 @@ def test_prune_never_takes_the_only_one_that_verifies(root: Path) -> None:
 )
 def test_the_plan_of_removal(durable: Any, keep_last: int, keep: Any, verified: int, gone: Any) -> None:
     assert plan_removal(durable, keep_last=keep_last, keep=keep, verified=verified) == gone
+
+
+@given(
+    durable=st.sets(st.integers(0, 300)), every=st.integers(0, 60), keep_last=st.integers(0, 5), more=st.integers(0, 99)
+)
+def test_every_kth_stays_kept_over_any_number_of_prunes(
+    durable: set[int], every: int, keep_last: int, more: int
+) -> None:
+    """Saving and pruning in turns keeps the first one at or after each multiple, and nothing else that is old."""
+    kept: set[int] = set()
+    for step in sorted(durable | {max(durable, default=0) + more}):
+        kept.add(step)
+        gone = plan_removal(sorted(kept), keep_last=keep_last, keep=(), verified=step, keep_every=every)
+        assert step not in gone
+        kept -= {*gone}
+    saved = sorted(durable | {max(durable, default=0) + more})
+    newest = {*saved[-max(keep_last, 1) :]}
+    multiples = range(every, saved[-1] + 1, every) if every else ()
+    spaced = {next(step for step in saved if step >= m) for m in multiples if any(m <= s < m + every for s in saved)}
+    assert kept == newest | spaced
+
+
+def test_named_and_spaced_ones_stay_and_a_plan_changes_nothing(root: Path) -> None:
+    store = Store(root)
+    for step in (40, 50, 60):
+        make_checkpoint(root, step)
+    store.lease(10, "named-best")
+    before = sorted(os.listdir(root))
+    assert store.plan_prune(1, keep=(), keep_every=25) == (20, 40)
+    assert sorted(os.listdir(root)) == before
+    assert store.prune(1, keep=(), keep_every=25) == (20, 40)
+    assert store.durable_steps() == (10, 30, 50, 60)
+    assert list_leases(root) == {10: ("named-best",)}
 
 
 def test_a_lease_needs_something_to_hold(root: Path) -> None:
