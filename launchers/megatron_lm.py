@@ -3,7 +3,7 @@
     rank.py --arm()--> after_import(megatron.training.training, ...)     steps, phases, saves  megatron_lm_steps, _saves
                        after_import(megatron.core.rerun_state_machine)   the rerun's question  megatron_lm_rerun
                        without GPUs: the CPU adaptation                                        megatron_lm_cpu
-                       a thread that ends the rank when no save is wanted
+                       a thread that ends the rank when no save is wanted                      megatron_lm_end
 
 No file of theirs is touched: names are hooked right after their module was executed (megatron_lm_names.py lists them).
 The script's own directory comes first on its path, so that its megatron is the one that is hooked. Where a name is
@@ -13,11 +13,8 @@ gone the rank refuses by name with exit code 2, before it trains unwatched.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +22,14 @@ from types import ModuleType
 from typing import Final
 
 from outlast.checkpoint.names import TRACKER, name_step
-from outlast.launchers import megatron_lm_cpu, megatron_lm_rerun, megatron_lm_saves, megatron_lm_steps, recorder
+from outlast.launchers import (
+    megatron_lm_cpu,
+    megatron_lm_end,
+    megatron_lm_rerun,
+    megatron_lm_saves,
+    megatron_lm_steps,
+    recorder,
+)
 from outlast.launchers.after_import import Hook, after_import
 from outlast.launchers.megatron_lm_names import (
     FAULT_TOLERANCE,
@@ -39,10 +43,6 @@ from outlast.launchers.megatron_lm_names import (
     check,
 )
 
-END_FILE: Final = "end"
-"""Beside the stop file: its being there says that the attempt ends and that nothing is to be saved."""
-LOOK_S: Final = 0.2
-ENDED: Final = 128 + 15
 _OPTIMIZER_FLAG: Final = "--use-distributed-optimizer"
 
 _hooked = False
@@ -55,7 +55,7 @@ def arm() -> None:
     hook_imports()
     if megatron_lm_cpu.arm():
         megatron_lm_rerun.bear_node_name()
-    _watch_end()
+    megatron_lm_end.watch()
 
 
 def hook_imports() -> None:
@@ -139,25 +139,6 @@ def _loses_without_mends() -> bool:
     """The mended faults show with torch's own AdamW alone; Transformer Engine's and Apex's have none of them."""
     optimizer = sys.modules.get("megatron.core.optimizer")
     return bool(getattr(optimizer, "USING_PYTORCH_OPTIMIZER", True)) and _OPTIMIZER_FLAG in sys.argv
-
-
-# ---------------------------------------------------------------- ending without a save
-
-
-def _watch_end() -> None:
-    """End at once when the attempt ends without a save. SIGTERM alone means a save to Megatron-LM, and a rank that
-    waits in a collective would not even see it; a save of a convicted node's memory is not wanted."""
-    stop = os.environ.get(recorder.STOP_FILE_ENV, "")
-    if stop:
-        threading.Thread(target=_end_when, args=(Path(stop).with_name(END_FILE),), daemon=True).start()
-
-
-def _end_when(path: Path) -> None:
-    while not path.exists():
-        time.sleep(LOOK_S)
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # with its data workers and writers
-    os._exit(ENDED)
 
 
 # ---------------------------------------------------------------- a restore under another name

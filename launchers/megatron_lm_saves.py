@@ -21,7 +21,7 @@ from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.manifest import SCHEMA, Manifest
 from outlast.checkpoint.names import name_step
 from outlast.checkpoint.store import Store
-from outlast.launchers import megatron_lm_commit, recorder
+from outlast.launchers import megatron_lm_commit, megatron_lm_end, recorder
 from outlast.launchers.megatron_lm_rerun import RESTORE_DIR_ENV
 from outlast.reliability.model import Layout
 
@@ -38,6 +38,7 @@ class Saves:
 
     def begin(self, iteration: int, *, persistent: bool) -> None:
         """Before Megatron-LM touches a file. Its own collectives keep the other ranks' files behind rank 0's step."""
+        megatron_lm_end.end_if_told()
         args = self._training.get_args()
         if not persistent or not args.save:
             return

@@ -12,7 +12,16 @@ import pytest
 from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.store import Store
-from outlast.launchers import megatron_lm, megatron_lm_commit, megatron_lm_rerun, megatron_lm_steps, recorder
+from outlast.launchers import (
+    after_import,
+    megatron_lm,
+    megatron_lm_commit,
+    megatron_lm_end,
+    megatron_lm_rerun,
+    megatron_lm_saves,
+    megatron_lm_steps,
+    recorder,
+)
 from outlast.launchers.megatron_lm_names import FAULT_TOLERANCE, MegatronLmRefused, check
 from outlast.reliability.model import Layout
 
@@ -83,7 +92,8 @@ def test_a_refusal_ends_the_rank_with_exit_code_2_and_tells_its_exception(capfd:
         raise MegatronLmRefused("nothing fits", module="megatron.training.training")
 
     with pytest.raises(SystemExit) as ended:
-        megatron_lm._or_refuse(hook)(types.ModuleType("megatron.training.training"))
+        megatron_lm._or_refuse(hook)(types.ModuleType("a_module_of_theirs"))
+    assert after_import._finder().hooks.pop("a_module_of_theirs"), "it is refused again where it is imported again"
     assert ended.value.code == 2
     assert "MegatronLmRefused: megatron.training.training: nothing fits" in capfd.readouterr().err
 
@@ -205,13 +215,29 @@ def test_only_megatron_sees_the_node_of_the_run(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
+def test_no_save_begins_once_the_attempt_ends(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.environ[recorder.STOP_FILE_ENV] = str(tmp_path / "stop")
+        args = types.SimpleNamespace(save=str(tmp_path))
+        training = types.ModuleType("training")
+        training.__dict__.update(get_args=lambda: args)
+        megatron_lm_saves.Saves(training).begin(4, persistent=False)  # none was told yet: returns
+        (tmp_path / "end").touch()
+        megatron_lm_saves.Saves(training).begin(4, persistent=False)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == megatron_lm_end.ENDED
+
+
+@pytest.mark.slow
 def test_the_end_file_ends_a_rank_that_waits_and_all_of_its_group(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         os.setsid()
         os.environ[recorder.STOP_FILE_ENV] = str(tmp_path / "stop")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        megatron_lm._watch_end()
+        megatron_lm_end.watch()
         signal.pause()
         os._exit(0)
     (tmp_path / "end").touch()
