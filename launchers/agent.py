@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 
 import msgspec
 import yaml
@@ -78,10 +79,11 @@ class Agent:
         *,
         hear: Callable[[Signal], None],
         address: str = "127.0.0.1",
-        rank_marker: str = "",
+        nest: Path | None = None,
     ) -> None:
         self.run_dir, self.run, self.node, self.keeper = run_dir, run, node, keeper
-        self.hear, self.address, self.rank_marker = hear, address, rank_marker
+        self.hear, self.address = hear, address
+        self.rank_marker = rank_marker(nest) if nest else ""
         self.ended = asyncio.Event()
         self.exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -241,15 +243,7 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
         hear=lambda s: link.report(s),
         on_change=lambda: link.beat_now(),
     )
-    agent = Agent(
-        run_dir,
-        run,
-        me.node,
-        keeper,
-        hear=lambda s: link.report(s),
-        address=me.address,
-        rank_marker=rank_marker(nest.root),
-    )
+    agent = Agent(run_dir, run, me.node, keeper, hear=lambda s: link.report(s), address=me.address, nest=nest.root)
     link = AgentLink(
         run_dir=run_dir,
         secret=secret,
