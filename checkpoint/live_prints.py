@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from outlast.checkpoint.errors import CheckpointError, NotWhole
-from outlast.checkpoint.fingerprint import SCHEME, Bits, Part, part_of, whole
+from outlast.checkpoint.fingerprint import SCHEME, Part, part_of, whole
 from outlast.checkpoint.placing import Piece, Placed, overlaps, place_parameters, read_ranks
 from outlast.checkpoint.prints import NotAsSaved, Prints, TensorPrint, differing, read_prints
+from outlast.checkpoint.raw_bits import raw_bits
 
 log = logging.getLogger(__name__)
 
 _MODULUS: Final = 1 << 64
-_WIDTH: Final = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,14 +248,6 @@ def _count(one: Held, first: int, last: int) -> Part:
     for piece, a, b in overlaps(one.placed, begin, begin + bits.size):
         done += part_of(bits[a:b], piece.block, begin=begin + a - piece.begin)
     return done
-
-
-def raw_bits(flat: torch.Tensor) -> Bits:
-    """A flat tensor's elements as unsigned numbers of their own width, on the CPU."""
-    size = flat.element_size()
-    signed, unsigned = _WIDTH.get(size, (torch.int64, np.uint64))
-    bits: Bits = flat.cpu().contiguous().view(signed).numpy().view(unsigned)
-    return bits
 
 
 def _as_one(part: Part, kind: _Kind, saved: TensorPrint | None) -> TensorPrint:

@@ -82,6 +82,12 @@ class Marker(Noun, frozen=True, kw_only=True):
     manifest_xxh3_128: Hash
 
 
+class _Head(msgspec.Struct):
+    """What every schema has."""
+
+    schema: int
+
+
 class Found(Noun, frozen=True, kw_only=True):
     """One file as it lies on disk."""
 
@@ -107,12 +113,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(raw: bytes) -> Manifest:
     """The manifest in these bytes, or ManifestError that says what is wrong where."""
-
-    class Head(msgspec.Struct):
-        schema: int
-
     try:
-        head = msgspec.json.decode(raw, type=Head)
+        head = msgspec.json.decode(raw, type=_Head)
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ManifestError(f"{MANIFEST}: no manifest of ours: {e}") from e
     if head.schema != SCHEMA:

@@ -62,6 +62,7 @@ COMMANDS: Final = {
         "replay", "replay", "Yesterday's logs against a policy: what it would have drained, restarted, paged."
     ),
     "policy": Entry("policy", "policy", "Check a site's catalogue rows: what they change, and what that means."),
+    "ckpt": Entry("ckpt", "ckpt", "The checkpoints of a run: list, verify, compare, keep, remove, export."),
     "doctor": Entry("doctor", "doctor", "Whether this place is fit: Slurm's settings, rights, file system, packages."),
     "config": Entry("config", "config", "Check a RUN.yaml, or print its JSON Schema for editors."),
     "check": Entry("check", "check", "Test this node: the gate before an attempt, and Slurm's health check."),

@@ -194,11 +194,12 @@ HEAVY = frozenset({"torch", "megatron", "numpy"})
 IN_RANKS = _ours(
     """
     checkpoint.writer checkpoint.reader checkpoint.megatron_async checkpoint.fingerprint checkpoint.placing
-    checkpoint.live_prints launchers.megatron_cpu launchers.megatron_fixes
+    checkpoint.live_prints checkpoint.raw_bits checkpoint.tensors checkpoint.comparing checkpoint.exporting
+    launchers.megatron_cpu launchers.megatron_fixes
     launchers.trainer launchers.trainer_data launchers.trainer_model launchers.trainer_state launchers.trainer_world
     """
 )
-"""Where torch may be imported: in ranks, and in the process that ranks are forked from."""
+"""Where torch may be imported: in ranks, in the process that ranks are forked from, and where tensors are read."""
 
 
 def _is_heavy(imported: str) -> bool:

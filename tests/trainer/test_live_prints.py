@@ -91,6 +91,22 @@ def test_experts_restore_into_any_layout(attempts: Attempts, experts: Path, argv
     assert compared(attempts.restore(experts, *MOE, *argv, ranks=ranks)) == len(prints.tensors)
 
 
+def test_every_fingerprint_is_found_again_in_what_is_exported(dense: Path, experts: Path, tmp_path: Path) -> None:
+    """The stored names and the live names meet: each tensor but the counters of the optimizer is checked."""
+    from outlast.checkpoint.exporting import export_safetensors
+    from outlast.checkpoint.tensors import Tensors
+
+    for place in (dense, experts):
+        prints = read_prints(place)
+        assert prints is not None
+        out = tmp_path / place.parent.name
+        done = export_safetensors(Tensors(place), out, optimizer=True, on_tensor=lambda _name: None)
+        counters = sum(label.endswith(":step") for label in prints.tensors)
+        # the main parameter is stored besides the weight, and has the weight's fingerprint
+        assert done.checked == done.tensors == len(prints.tensors)
+        assert done.tensors == 4 * counters
+
+
 def test_padded_buckets_are_refused_by_name(attempts: Attempts) -> None:
     """Upstream's own mapping, the mend left out: values of other parameters come back, and nothing else says so."""
     leave = ("padded_buckets",)
