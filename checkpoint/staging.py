@@ -11,12 +11,50 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from outlast.checkpoint.errors import CheckpointError
 
 MARGIN_BYTES: Final = 256 << 20
 """What a save leaves to everybody else on the node."""
 POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of linux/mman.h, since 5.14
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What saves may cost, and what is done where that is not enough."""
+
+    limit_bytes: int | None = None
+    """Of staging memory, for this rank; None: what the machine has left."""
+    when_short: str = "sync"
+    """A state that does not fit is written at once, holding the train loop ('sync'), or not at all ('skip')."""
+    when_busy: str = "wait"
+    """A save while one is in flight waits for that ('wait'), or is left out ('skip')."""
+    outlive_s: float = 30.0
+    """How long a writer goes on when its rank is dead."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("when_short", self.when_short, ("sync", "skip")),
+            ("when_busy", self.when_busy, ("wait", "skip")),
+        ):
+            if value not in known:
+                raise CheckpointError(f"{name}: {value!r}; expected {known[0]!r} or {known[1]!r}")
+
+
+@dataclass
+class Counts:
+    """What became of saves that were asked for; a reason each for what was not done as usual."""
+
+    begun: int = 0
+    durable: int = 0
+    failed: int = 0
+    synchronous: int = 0
+    skipped: int = 0
+    why: str = ""
+    """Why the last one was synchronous or skipped."""
 
 
 class Staging:

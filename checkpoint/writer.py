@@ -37,6 +37,7 @@ from outlast.checkpoint.manifest import SCHEMA, DataFrontier, Identity, Manifest
 from outlast.checkpoint.megatron_plan import Planned, add_up, plan_save
 from outlast.checkpoint.points import read_kill_point
 from outlast.checkpoint.stager import Ready, Stager, WriterProcess
+from outlast.checkpoint.staging import Budget, Counts
 from outlast.checkpoint.store import Store
 from outlast.reliability.model import Layout
 
@@ -61,19 +62,6 @@ class _Flight:
     manifest: Manifest | None = None
 
 
-@dataclass
-class Counts:
-    """What became of saves that were asked for; a reason each for what was not done as usual."""
-
-    begun: int = 0
-    durable: int = 0
-    failed: int = 0
-    synchronous: int = 0
-    skipped: int = 0
-    why: str = ""
-    """Why the last one was synchronous or skipped."""
-
-
 class Saver:
     """Saves of one training process group, one in flight at a time. All methods are collective unless they say so."""
 
@@ -87,10 +75,7 @@ class Saver:
         on_durable: Callable[[int, float, float], None] | None = None,
         on_failure: str = "raise",
         timeout_s: float = 600.0,
-        staging_limit_bytes: int | None = None,
-        when_short: str = "sync",
-        when_busy: str = "wait",
-        outlive_s: float = 30.0,
+        budget: Budget | None = None,
         reach: Reach | None = None,
     ) -> None:
         """`directory` holds `iter_%07d` and is seen by all ranks.
@@ -101,31 +86,25 @@ class Saver:
         on_durable(train_step, hold_s, durable_s) is called on every rank, inside poll() or finish().
         on_failure: 'raise' SaveFailed on all ranks, or 'skip': log it, keep it in `last_failure`, train on.
         timeout_s: for writing the shards and committing.
-        staging_limit_bytes: what a save of this rank may take of memory; None: what the machine has left. when_short:
-        a state that does not fit is written at once, holding the loop ('sync'), or not at all ('skip').
-        when_busy: a save while one is in flight waits for that ('wait'), or is left out ('skip').
-        outlive_s: how long writers go on when their rank is dead. reach: told each point that is passed (tests);
+        budget: what a save may take of memory, and what becomes of one that does not fit; None: what the machine has
+        left, else synchronously. reach: told each point that is passed (tests);
         None: the process ends at the point that OUTLAST_KILL_AT names, if it is set.
         """
-        _refuse_unknown("on_failure", on_failure, ("raise", "skip"))
-        _refuse_unknown("when_short", when_short, ("sync", "skip"))
-        _refuse_unknown("when_busy", when_busy, ("wait", "skip"))
+        if on_failure not in ("raise", "skip"):
+            raise CheckpointError(f"on_failure: {on_failure!r}; expected 'raise' or 'skip'")
         self._root = Path(directory)
         self._store = Store(self._root)
         self._keep_last, self._keep = keep_last, keep
         self._on_durable = on_durable
-        self._raises, self._syncs, self._waits = on_failure == "raise", when_short == "sync", when_busy == "wait"
+        self._raises = on_failure == "raise"
+        self._budget = budget or Budget()
         self._timeout_s = timeout_s
         self._reach = reach or read_kill_point()
-        self._group = process_group or _make_group(timeout_s)
+        self._group = _require_all(process_group or _make_group(timeout_s))
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size(self._group)
-        if self._world_size != dist.get_world_size():
-            raise CheckpointError(
-                f"process_group has {self._world_size} ranks of {dist.get_world_size()}: give one of all ranks"
-            )
-        self._stager = Stager(self._group, limit_bytes=staging_limit_bytes)
-        self._writer = WriterProcess(self._stager.staging_fd, outlive_s=outlive_s, reach=reach)
+        self._stager = Stager(self._group, limit_bytes=self._budget.limit_bytes)
+        self._writer = WriterProcess(self._stager.staging_fd, outlive_s=self._budget.outlive_s, reach=reach)
         self._session = _agree_on_session(self._group)
         self._planned: Planned | None = None
         self._flight: _Flight | None = None
@@ -154,7 +133,7 @@ class Saver:
         Megatron's own save changes it.
         """
         began_s = time.monotonic()
-        if self._flight is not None and not self._waits:
+        if self._flight is not None and self._budget.when_busy == "skip":
             self._count_skip(f"train_step {self._flight.train_step} was still in flight")
             return time.monotonic() - began_s
         self.finish()
@@ -262,7 +241,9 @@ class Saver:
             return False
         self._planned = share.planned
         self._reach("save.planned")
-        short, ready = self._stager.stage(share, flight.directory, syncs=self._syncs, overlap=overlap)
+        short, ready = self._stager.stage(
+            share, flight.directory, syncs=self._budget.when_short == "sync", overlap=overlap
+        )
         if ready is None:
             self._count_skip(short)
             log.error("checkpoint %s: skipped: %s", flight.directory.name, short)
@@ -382,9 +363,12 @@ class Saver:
         self.counts.why = why
 
 
-def _refuse_unknown(name: str, value: str, known: tuple[str, str]) -> None:
-    if value not in known:
-        raise CheckpointError(f"{name}: {value!r}; expected {known[0]!r} or {known[1]!r}")
+def _require_all(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise CheckpointError(
+            f"process_group has {dist.get_world_size(group)} ranks of {dist.get_world_size()}: give one of all ranks"
+        )
+    return group
 
 
 def _make_group(timeout_s: float) -> dist.ProcessGroup:

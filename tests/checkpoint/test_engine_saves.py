@@ -21,6 +21,7 @@ from outlast.checkpoint import reader
 from outlast.checkpoint.commit import POINTS
 from outlast.checkpoint.errors import SaveFailed
 from outlast.checkpoint.points import KILL_AT
+from outlast.checkpoint.staging import Budget
 from outlast.checkpoint.store import Store
 from outlast.checkpoint.verify import verify
 from outlast.checkpoint.writer import Saver
@@ -95,7 +96,7 @@ def test_a_rank_killed_before_its_copy_leaves_it_uncommitted(run_ranks: Any, tmp
     def body(rank: int) -> str:
         if rank == 1:
             os.environ[KILL_AT] = "save.copied"
-        saver = Saver(root, outlive_s=0.3)
+        saver = Saver(root, budget=Budget(outlive_s=0.3))
         (tmp_path / f"writer{saver.writer_pid}").write_text("")
         saver.save(make_state(rank, 2, 7.0), **save_args(10, 2))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -214,7 +215,7 @@ def test_a_state_beyond_the_budget(run_ranks: Any, tmp_path: Path, how: str) -> 
 
     def body(rank: int) -> Any:
         limit = 1_000_000 if rank == 1 else None
-        saver = Saver(root, staging_limit_bytes=limit, when_short=how)
+        saver = Saver(root, budget=Budget(limit_bytes=limit, when_short=how))
         saver.save(make_state(rank, 2, 5.0), **save_args(5, 2))
         assert saver.finish() == 5
         saver.save(make_state(rank, 2, 10.0, 1_000_000), **save_args(10, 2))
@@ -240,7 +241,7 @@ def test_a_save_while_one_is_in_flight_can_be_left_out(run_ranks: Any, tmp_path:
             time.sleep(0.002)
 
     def body(rank: int) -> Any:
-        saver = Saver(tmp_path / "ckpt", when_busy="skip", reach=hold)
+        saver = Saver(tmp_path / "ckpt", budget=Budget(when_busy="skip"), reach=hold)
         saver.save(make_state(rank, 1, 1.0), **save_args(1, 1))
         saver.save(make_state(rank, 1, 2.0), **save_args(2, 1))
         gate.write_text("")

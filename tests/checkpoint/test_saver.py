@@ -23,6 +23,7 @@ from outlast.checkpoint import reader
 from outlast.checkpoint.commit import POINTS
 from outlast.checkpoint.errors import CheckpointError, NotWhole, SaveFailed
 from outlast.checkpoint.points import KILL_AT, RANK_POINTS
+from outlast.checkpoint.staging import Budget
 from outlast.checkpoint.store import Store
 from outlast.checkpoint.verify import verify
 from outlast.checkpoint.writer import Saver
@@ -264,7 +265,7 @@ def test_term_to_the_whole_group_leaves_it_uncommitted_and_nothing_behind(run_ra
     def body(rank: int) -> None:
         os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        saver = Saver(root, reach=slow, outlive_s=0.2)
+        saver = Saver(root, reach=slow, budget=Budget(outlive_s=0.2))
         saver.save(make_state(rank, 2, 10.0), **save_args(10, 2))
         deadline = time.monotonic() + 20
         while len(list(tmp_path.glob("writer*"))) < 2 and time.monotonic() < deadline:
