@@ -1,15 +1,16 @@
-"""A forked child that does one job for its parent and can always be told from a dead or a stuck one.
+"""A child process that works for its parent and can always be told from a dead or a stuck one.
 
-    parent                          child
-    Background(job) ---- fork ----> job(link)
-    stage(), result()   <---------- link.report(stage, bytes)
-    answer(bytes)       ----------> link.wait()
-    end()               -- KILL -->
+    parent                                   child
+    Background(job | argv) -- fork | exec -> job(link)
+    stage(), result()   <------------------- link.report(stage, bytes)
+    answer(bytes)       -------------------> link.wait(), link.wait_next()
+    end()               -- KILL ---------->
 
 The parent never blocks on the child: marks travel through a pipe that is read without waiting, and contents through
-memory files, since a pipe holds 64 KiB and a stopped reader would stop the writer. The child lives in the parent's
-process tree, ends with it (PR_SET_PDEATHSIG) and ignores TERM: the parent decides whether what is in flight is
-finished. No torch here.
+memory files, since a pipe holds 64 KiB and a stopped reader would stop the writer. The child ignores TERM: the parent
+decides whether what is in flight is finished. It stays in the process tree it was started in. Without `outlives` it
+ends with its parent (PR_SET_PDEATHSIG); with it, it may finish what it has when its parent dies, and watches the
+parent's own parent instead (link.watch). No torch here.
 
 The kernel sends the death signal when the *thread* that forked ends, so fork from a thread that lives as long as the
 process: the training thread.
@@ -22,10 +23,13 @@ import gc
 import os
 import select
 import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from typing import Final
 
@@ -35,6 +39,7 @@ PR_SET_PDEATHSIG: Final = 1
 REAP_S: Final = 5.0
 WORDS_CHARS: Final = 4000
 IGNORED: Final = (signal.SIGTERM, signal.SIGINT)
+NONE: Final = -1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -43,7 +48,7 @@ class Stage(StrEnum):
 
     WORKING = "w"
     HALFWAY = "h"
-    """Its own part is done; result() has it; it waits for an answer or is gone."""
+    """Its own part is done; result() has it; it waits, for an answer or for others, or is gone."""
     DONE = "d"
     FAILED = "f"
 
@@ -51,13 +56,21 @@ class Stage(StrEnum):
 class Link:
     """The child's end."""
 
-    def __init__(self, marks: int, answers: int, out_fd: int, in_fd: int) -> None:
+    def __init__(self, marks: int, answers: int, out_fd: int, in_fd: int, parent: int, guardian: int) -> None:
+        """parent, guardian: pidfds; NONE where there is no such process."""
         self._marks, self._answers, self._out_fd, self._in_fd = marks, answers, out_fd, in_fd
+        self._parent, self._guardian = parent, guardian
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What an exec must pass on; `Link(*fds)` is the same link there."""
+        return (self._marks, self._answers, self._out_fd, self._in_fd, self._parent, self._guardian)
 
     def report(self, stage: Stage, content: bytes = b"") -> None:
         """Content first, then the mark: a mark that was read vouches for its content."""
         _overwrite(self._out_fd, content)
-        os.write(self._marks, stage.value.encode())
+        with suppress(BrokenPipeError):  # a parent that is gone needs no marks
+            os.write(self._marks, stage.value.encode())
 
     def wait(self, timeout_s: float) -> bytes:
         """The parent's answer."""
@@ -66,31 +79,83 @@ class Link:
             raise CheckpointError(f"the other ranks' part did not come within {timeout_s:.0f} s")
         return _read_all(self._in_fd)
 
+    def wait_next(self) -> bytes | None:
+        """The parent's next answer, however long it takes; None when the parent is gone and has left none."""
+        ready = _wait_any((self._answers, self._parent))
+        if self._answers in ready and os.read(self._answers, 1):
+            return _read_all(self._in_fd)
+        return None
+
+    def watch(self, outlive_s: float) -> None:
+        """From now on end this process when the guardian dies, or outlive_s after the parent has."""
+
+        def stand_guard() -> None:
+            ready = _wait_any((self._parent, self._guardian))
+            if self._guardian not in ready:
+                _wait_any((self._guardian,), outlive_s)
+            os._exit(3)
+
+        threading.Thread(target=stand_guard, name="guard", daemon=True).start()
+
 
 class Background:
     """The parent's end. Create it in a thread that outlives the job; call end() in every case."""
 
-    def __init__(self, job: Callable[[Link], None], *, name: str) -> None:
+    def __init__(
+        self,
+        job: Callable[[Link], None] | None = None,
+        *,
+        name: str,
+        argv: Sequence[str] = (),
+        pass_fds: Sequence[int] = (),
+        outlives: bool = False,
+    ) -> None:
+        """Either job, run in a fork of this process, or argv, run afresh with the link's fds as further words."""
         self._marks, child_marks = os.pipe()
         child_answers, self._answers = os.pipe()
         self._out_fd = os.memfd_create(f"{name}-out")
         self._in_fd = os.memfd_create(f"{name}-in")
         self._stage = Stage.WORKING
         self._exit: str | None = None
+        self._popen: subprocess.Popen[bytes] | None = None
         os.set_blocking(self._marks, False)
+        parent, guardian = _open_process(os.getpid()), _open_process(os.getppid())
+        link = Link(child_marks, child_answers, self._out_fd, self._in_fd, parent, guardian)
+        try:
+            self._pid = self._fork(job, link, outlives) if job else self._spawn(argv, link, pass_fds)
+        finally:
+            for fd in (child_marks, child_answers, parent, guardian):
+                if fd != NONE:
+                    os.close(fd)
+
+    def _fork(self, job: Callable[[Link], None], link: Link, outlives: bool) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
         # a signal between the fork and the child's own setting would run the parent's handlers in the child
         before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
-            self._pid = os.fork()
-            if self._pid == 0:
-                _live(job, Link(child_marks, child_answers, self._out_fd, self._in_fd), parent, before)
+            pid = os.fork()
+            if pid == 0:
+                for fd in (self._marks, self._answers):
+                    os.close(fd)
+                _live(job, link, 0 if outlives else parent, before)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(child_marks)
-        os.close(child_answers)
+        return pid
+
+    def _spawn(self, argv: Sequence[str], link: Link, pass_fds: Sequence[int]) -> int:
+        # blocked in the child too, until it has its own setting: see ignore_signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+        try:
+            self._popen = subprocess.Popen(
+                [*argv, *map(str, link.fds)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[fd for fd in (*link.fds, *pass_fds) if fd != NONE],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self._popen.pid
 
     @property
     def pid(self) -> int:
@@ -101,25 +166,29 @@ class Background:
         self._reap()  # first: marks of a child that is gone are all in the pipe by then
         self._read_marks()
         if self._exit is not None and self._stage is Stage.WORKING:
-            self._fail(f"the writer process {self._exit}")
+            self.fail(f"the writer process {self._exit}")
         return self._stage
 
     def is_gone(self) -> bool:
         self._reap()
         return self._exit is not None
 
+    def how_it_ended(self) -> str:
+        """'' while it lives."""
+        self._reap()
+        return self._exit or ""
+
     def result(self) -> bytes:
         """What came with the last mark; for FAILED, words in UTF-8."""
         return _read_all(self._out_fd)
 
     def answer(self, content: bytes) -> None:
-        """To a child that is HALFWAY. From here it is WORKING again, until its next mark or its end."""
+        """To a child that waits. From here it is WORKING again, until its next mark or its end."""
+        self._read_marks()  # what it said before belongs to what was before
         _overwrite(self._in_fd, content)
         self._stage = Stage.WORKING
-        try:
+        with suppress(BrokenPipeError):  # it died just now: stage() will say so
             os.write(self._answers, b"a")
-        except BrokenPipeError:
-            self._stage = Stage.WORKING  # it died just now: stage() will say so
 
     def end(self) -> None:
         """Make sure that it is gone. A child that cannot be killed (stuck in the kernel) is left behind."""
@@ -132,8 +201,12 @@ class Background:
         for fd in (self._marks, self._answers, self._out_fd, self._in_fd):
             if fd >= 0:
                 os.close(fd)
-        self._marks = self._answers = self._out_fd = self._in_fd = -1
+        self._marks = self._answers = self._out_fd = self._in_fd = NONE
         self._exit = self._exit or "could not be killed"
+
+    def fail(self, words: str) -> None:
+        self._stage = Stage.FAILED
+        _overwrite(self._out_fd, words.encode())
 
     def _read_marks(self) -> None:
         try:
@@ -149,36 +222,65 @@ class Background:
         try:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
         except ChildProcessError:
-            self._exit = "is gone (somebody else reaped it)"
-            return
-        if pid:
-            code = os.waitstatus_to_exitcode(status)
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            self._exit = how
-
-    def _fail(self, words: str) -> None:
-        self._stage = Stage.FAILED
-        _overwrite(self._out_fd, words.encode())
+            pid, self._exit = self._pid, "is gone (somebody else reaped it)"
+        else:
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                self._exit = how
+        if pid and self._popen is not None:
+            self._popen.returncode = 0  # so that it does not wait for the pid once more
 
 
-def _live(job: Callable[[Link], None], link: Link, parent: int, mask: Iterable[int]) -> None:
-    """The child's whole life; never returns."""
+def ignore_signals(mask: Iterable[int] | None = None) -> None:
+    """In the child: TERM and INT are the parent's affair. Then let through what was blocked around the start."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    if mask is None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
+    else:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def put_in_words(error: BaseException) -> bytes:
+    """What a parent is told of it: the facts of an expected error, the traceback of a bug."""
+    expected = isinstance(error, (CheckpointError, OSError))
+    words = f"{type(error).__name__}: {error}" if expected else "".join(traceback.format_exception(error))
+    return words[-WORDS_CHARS:].encode("utf-8", "replace")
+
+
+def _live(job: Callable[[Link], None], link: Link, dies_with: int, mask: Iterable[int]) -> None:
+    """The forked child's whole life; never returns."""
     code = 1
     try:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died before the line above
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if dies_with:
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != dies_with:
+                os._exit(1)  # it died before the line above
+        ignore_signals(mask)
         gc.disable()  # collecting would touch the parent's objects, CUDA ones too
         job(link)
         code = 0
     except BaseException as e:  # noqa: BLE001 -- the end of the process: all that is left is to tell the parent
-        words = f"{type(e).__name__}: {e}" if isinstance(e, (CheckpointError, OSError)) else traceback.format_exc()
-        link.report(Stage.FAILED, words[-WORDS_CHARS:].encode("utf-8", "replace"))
+        link.report(Stage.FAILED, put_in_words(e))
     finally:
         os._exit(code)
+
+
+def _open_process(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # a parent outside our pid namespace, or dead
+        return NONE
+
+
+def _wait_any(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Those that are readable (a pidfd: the process has ended)."""
+    poll = select.poll()  # select() cannot take fds beyond 1023
+    for fd in fds:
+        if fd != NONE:
+            poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
 def _overwrite(fd: int, content: bytes) -> None:

@@ -6,16 +6,25 @@ what was not synced, and open what a power loss would have left after each one. 
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import xxhash
 
 from outlast.checkpoint.manifest import FileEntry
 
 BUFFER_BYTES = 1 << 20
+PAGE_BYTES: Final = 4096
+DIRECT_FROM_BYTES: Final = 1 << 20
+"""Below it the page cache is as quick."""
+UNKNOWN_TO_IT: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 Buffer = bytes | bytearray | memoryview
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Sink(Protocol):
@@ -30,6 +39,18 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class BlockSink(Protocol):
+    """One file that is being written in whole pages, by several threads at once."""
+
+    def write_at(self, pages: memoryview, at_bytes: int, /) -> None:
+        """Takes all of it."""
+
+    def sync(self) -> None:
+        """Cut to its size, and what was written is on stable storage when this returns."""
+
+    def close(self) -> None: ...
+
+
 class Ops(Protocol):
     """Each call is one step; an OSError leaves it undone or done, never half."""
 
@@ -38,6 +59,10 @@ class Ops(Protocol):
 
     def create(self, path: Path) -> Sink:
         """A new file; FileExistsError where the name is taken: two writers never share a file."""
+
+    def create_blocks(self, path: Path, size_bytes: int) -> BlockSink:
+        """A new file of that size, for memory that begins at a page. Room is taken before the first byte is written,
+        where the file system can: a full disk is met here."""
 
     def rename(self, old: Path, new: Path) -> None:
         """Atomic; replaces a file, never a directory that is not empty."""
@@ -65,6 +90,52 @@ class _RealSink:
         self._file.close()
 
 
+class _RealBlockSink:
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._path, self._size_bytes = path, size_bytes
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            if size_bytes >= DIRECT_FROM_BYTES:
+                self._be_direct(True)
+            if size_bytes and _libc.fallocate(self._fd, 0, 0, size_bytes) != 0:
+                self._refuse(ctypes.get_errno())
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def _refuse(self, number: int) -> None:
+        if number not in UNKNOWN_TO_IT:
+            raise OSError(number, os.strerror(number), str(self._path))
+
+    def _be_direct(self, wanted: bool) -> bool:
+        """Past the page cache, where the file system can: not every one does."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+        except OSError:
+            return False
+        return True
+
+    def write_at(self, pages: memoryview, at_bytes: int, /) -> None:
+        done = 0
+        while done < pages.nbytes:
+            try:
+                done += os.pwrite(self._fd, pages[done:], at_bytes + done)
+            except OSError as e:
+                # blocks larger than ours, or a write that was cut short inside one: the page cache takes anything
+                if e.errno == errno.EINVAL and fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT:
+                    self._be_direct(False)
+                    continue
+                raise OSError(e.errno, e.strerror, str(self._path)) from e
+
+    def sync(self) -> None:
+        os.ftruncate(self._fd, self._size_bytes)
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class RealOps:
     """The file system."""
 
@@ -73,6 +144,9 @@ class RealOps:
 
     def create(self, path: Path) -> Sink:
         return _RealSink(path)
+
+    def create_blocks(self, path: Path, size_bytes: int) -> BlockSink:
+        return _RealBlockSink(path, size_bytes)
 
     def rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)

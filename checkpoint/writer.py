@@ -1,12 +1,13 @@
 """Saving: a state dict of all ranks becomes a committed checkpoint while training goes on.
 
-    every rank   save() -- plan together, fork a writer -- train on -- poll() -- train on -- poll() -> train_step
-    its writer           write, hash, fsync own shard ......|
-    rank 0's writer                                         wait for all, then .metadata, manifest.json, COMMITTED
+    every rank   save() -- plan together, copy into staging memory -- train on -- poll() -- poll() -> train_step
+    its writer process                   write, hash, fsync own files ......|
+    rank 0's writer process                                wait for all, then .metadata, manifest.json, COMMITTED
 
-The writer is a forked child: it sees the state as it was at the fork (copy on write), needs no lock of the trainer's
-and dies with its rank (background.py). Right comes before fast here; a save costs the fork and the page copies that
-follow. Files are what Megatron's `torch_dist` writes, and load without us.
+The train loop is held for one copy of the state into reused memory (staging.py), and with overlap=True for less. All
+else is done by a writer process for each rank (engine.py) that was started before, holds no lock of the trainer's and
+survives it: once all ranks have copied, the save becomes durable whoever of them dies. Files are what Megatron's
+`torch_dist` writes, and load without us.
 
 Ranks agree about a save by small sums (gloo), so that all of them see it durable, failed or late in the same poll().
 A rank that dies takes its connections along, and the others' next agreement raises: that is the attempt's end, not
@@ -17,41 +18,37 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import signal
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from outlast import __version__
-from outlast.checkpoint.background import Background, Link, Stage
-from outlast.checkpoint.commit import POINTS, Reach, commit, pass_by, write_tracker
+from outlast.checkpoint.background import Stage
+from outlast.checkpoint.commit import Reach
 from outlast.checkpoint.errors import CheckpointError, SaveFailed, StoreError
-from outlast.checkpoint.manifest import SCHEMA, DataFrontier, FileEntry, Identity, Manifest
-from outlast.checkpoint.megatron_async import Share, Written, plan_save, write_index, write_share
-from outlast.checkpoint.ops import RealOps
+from outlast.checkpoint.job import SaveJob
+from outlast.checkpoint.manifest import SCHEMA, DataFrontier, Identity, Manifest
+from outlast.checkpoint.megatron_plan import Planned, add_up, plan_save
+from outlast.checkpoint.points import read_kill_point
+from outlast.checkpoint.stager import Ready, Stager, WriterProcess
+from outlast.checkpoint.staging import Budget, Counts
 from outlast.checkpoint.store import Store
 from outlast.reliability.model import Layout
 
 log = logging.getLogger(__name__)
 
-KILL_AT: Final = "OUTLAST_KILL_AT"
-RANK_POINTS: Final = ("save.begin", "save.planned", "save.forked", "save.handed_over")
-ANSWER_S: Final = 86400.0  # a pause of training must not fail a save; the writer dies with its rank in any case
 PAUSE_S: Final = 0.005
 
 
 @dataclass
 class _Flight:
-    """The save in flight, as this rank sees it. The only thing here that changes."""
+    """The save in flight, as this rank sees it."""
 
     train_step: int
     directory: Path
@@ -59,10 +56,10 @@ class _Flight:
     """Monotonic, as all times here."""
     deadline_s: float
     hold_s: float = 0.0
-    child: Background | None = None
     error: str = ""
-    committing: bool = False
-    """All shards are written; rank 0's writer commits."""
+    copying: Ready | None = None
+    """Set while the state is still being copied, or was and has not been handed over."""
+    manifest: Manifest | None = None
 
 
 class Saver:
@@ -78,6 +75,7 @@ class Saver:
         on_durable: Callable[[int, float, float], None] | None = None,
         on_failure: str = "raise",
         timeout_s: float = 600.0,
+        budget: Budget | None = None,
         reach: Reach | None = None,
     ) -> None:
         """`directory` holds `iter_%07d` and is seen by all ranks.
@@ -87,7 +85,9 @@ class Saver:
         never pruned (the one restored from).
         on_durable(train_step, hold_s, durable_s) is called on every rank, inside poll() or finish().
         on_failure: 'raise' SaveFailed on all ranks, or 'skip': log it, keep it in `last_failure`, train on.
-        timeout_s: for the shards, and again for the commit. reach: told each point that is passed (tests);
+        timeout_s: for writing the shards and committing.
+        budget: what a save may take of memory, and what becomes of one that does not fit; None: what the machine has
+        left, else synchronously. reach: told each point that is passed (tests);
         None: the process ends at the point that OUTLAST_KILL_AT names, if it is set.
         """
         if on_failure not in ("raise", "skip"):
@@ -97,18 +97,19 @@ class Saver:
         self._keep_last, self._keep = keep_last, keep
         self._on_durable = on_durable
         self._raises = on_failure == "raise"
+        self._budget = budget or Budget()
         self._timeout_s = timeout_s
-        self._reach = reach or _read_kill_point()
-        self._group = process_group or _make_group(timeout_s)
+        self._reach = reach or read_kill_point()
+        self._group = _require_all(process_group or _make_group(timeout_s))
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size(self._group)
-        if self._world_size != dist.get_world_size():
-            raise CheckpointError(
-                f"process_group has {self._world_size} ranks of {dist.get_world_size()}: give one of all ranks"
-            )
+        self._stager = Stager(self._group, limit_bytes=self._budget.limit_bytes)
+        self._writer = WriterProcess(self._stager.staging_fd, outlive_s=self._budget.outlive_s, reach=reach)
+        self._session = _agree_on_session(self._group)
+        self._planned: Planned | None = None
         self._flight: _Flight | None = None
-        self._tail: Background | None = None
         self._last_failure = ""
+        self.counts = Counts()
 
     def save(
         self,
@@ -122,17 +123,28 @@ class Saver:
         parents: tuple[str, ...] = (),
         data_frontier: DataFrontier | None = None,
         content_metadata: dict[str, Any] | None = None,
+        overlap: bool = False,
     ) -> float:
         """Start a save of this state; returns the seconds that the train loop was held.
 
         A save still in flight is finished first. Everything that is not a ShardedTensor/ShardedObject goes to
-        common.pt from rank 0. When it returns, the state may be changed freely. data_frontier None means
-        consumed=samples, nothing skipped. The dict itself is changed as Megatron's own save changes it.
+        common.pt from rank 0. When it returns, the state may be changed freely; with overlap=True only after
+        finish_copy(). data_frontier None means consumed=samples, nothing skipped. The dict itself is changed as
+        Megatron's own save changes it.
         """
         began_s = time.monotonic()
+        if self._flight is not None and self._budget.when_busy == "skip":
+            self._count_skip(f"train_step {self._flight.train_step} was still in flight")
+            return time.monotonic() - began_s
         self.finish()
         self._reach("save.begin")
-        manifest = Manifest(
+        flight = _Flight(
+            train_step=train_step,
+            directory=self._store.path(train_step),
+            began_s=began_s,
+            deadline_s=began_s + self._timeout_s,
+        )
+        flight.manifest = Manifest(
             schema=SCHEMA,
             train_step=train_step,
             samples=samples,
@@ -144,22 +156,32 @@ class Saver:
             data_frontier=data_frontier or DataFrontier(consumed=samples),
             made_by=f"outlast {__version__}",
         )
-        flight = _Flight(
-            train_step=train_step,
-            directory=self._store.path(train_step),
-            began_s=began_s,
-            deadline_s=time.monotonic() + self._timeout_s,
-        )
-        if refused := self._make_room(flight):
-            self._fail(flight, f"rank 0: {refused}")
-            return time.monotonic() - began_s
-        share = plan_save(sharded_state_dict, flight.directory, self._group, content_metadata)
-        self._reach("save.planned")
-        self._fork(flight, share, manifest)
-        self._reach("save.forked")
-        self._flight = flight
+        self.counts.begun += 1
+        if self._begin(flight, sharded_state_dict, content_metadata, overlap):
+            self._flight = flight
+            if not overlap:
+                self._hand_over(flight)
         flight.hold_s = time.monotonic() - began_s
         return flight.hold_s
+
+    def finish_copy(self) -> float:
+        """With overlap=True: call it before the state changes. Returns the seconds that it held. Not collective."""
+        began_s = time.monotonic()
+        held_s = 0.0
+        if self._flight is not None and self._flight.copying is not None:
+            self._hand_over(self._flight)
+            held_s = time.monotonic() - began_s
+            self._flight.hold_s += held_s
+        return held_s
+
+    def prepare(self, sharded_state_dict: dict[str, Any]) -> int:
+        """Plan and make room for saves of such a state before training; returns the staging bytes of this rank.
+
+        Without it the first save does so, and holds the loop meanwhile.
+        """
+        share = plan_save(sharded_state_dict, self._root, self._group, None, self._planned)
+        self._planned = share.planned
+        return self._stager.prepare(share)
 
     @property
     def in_flight(self) -> int | None:
@@ -171,6 +193,11 @@ class Saver:
         """Why the last save failed, with on_failure='skip'; '' where it did not. Not collective."""
         return self._last_failure
 
+    @property
+    def writer_pid(self) -> int:
+        """This rank's writer process. Not collective."""
+        return self._writer.pid
+
     def poll(self) -> int | None:
         """The train_step that has just become durable, else None. Call it once a train_step on all ranks.
 
@@ -181,8 +208,9 @@ class Saver:
     def finish(self, timeout_s: float | None = None) -> int | None:
         """Wait for the save in flight: its train_step, or None where none was, or where it failed and was skipped.
 
-        A save that is not durable within timeout_s (None: the Saver's own, shards and commit each) has failed.
+        A save that is not durable within timeout_s (None: the Saver's own) has failed.
         """
+        self.finish_copy()
         give_up_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while self._flight is not None:
             if (durable := self._advance(give_up=time.monotonic() > give_up_s)) is not None:
@@ -192,118 +220,132 @@ class Saver:
 
     def close(self) -> None:
         """End this rank's writer at once; a save in flight stays uncommitted. Not collective. Safe to call twice."""
-        if self._flight is not None and self._flight.child is not None:
-            self._flight.child.end()
+        if self._flight is not None and self._flight.copying is not None:
+            self._flight.copying.drop()
         self._flight = None
-        self._end_tail()
+        self._writer.end()
+        self._stager.close()
 
     # ------------------------------------------------------------------ one save, step by step
 
-    def _make_room(self, flight: _Flight) -> str:
-        """Rank 0 makes an empty directory of that name; all ranks learn '' or why it could not."""
-        said = [""]
-        if self._rank == 0:
-            self._end_tail()
-            try:
-                flight.directory.parent.mkdir(parents=True, exist_ok=True)
-                moved = self._store.set_aside(flight.train_step)
-                flight.directory.mkdir()
-                RealOps().sync_dir(flight.directory.parent)
-                if moved:
-                    log.warning("%s was there already; moved to %s", flight.directory, moved)
-            except (OSError, StoreError) as e:
-                said = [f"cannot make {flight.directory}: {e}"]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        return said[0]
+    def _begin(
+        self, flight: _Flight, state: dict[str, Any], content_metadata: dict[str, Any] | None, overlap: bool
+    ) -> bool:
+        """Up to the copy, which goes on beside the caller with overlap. False where there is no save."""
+        self._writer.start()  # it is there, unless the last one was ended
+        refused = self._make_room(flight) if self._rank == 0 else ""
+        try:
+            share = plan_save(state, flight.directory, self._group, content_metadata, self._planned, refused)
+        except CheckpointError as e:
+            self._fail(flight, str(e))
+            return False
+        self._planned = share.planned
+        self._reach("save.planned")
+        short, ready = self._stager.stage(
+            share, flight.directory, syncs=self._budget.when_short == "sync", overlap=overlap
+        )
+        if ready is None:
+            self._count_skip(short)
+            log.error("checkpoint %s: skipped: %s", flight.directory.name, short)
+            return False
+        if short:
+            self.counts.synchronous += 1
+            self.counts.why = short
+            log.warning("checkpoint %s: written at once: %s", flight.directory.name, short)
+        flight.copying = ready
+        return True
 
-    def _fork(self, flight: _Flight, share: Share, manifest: Manifest) -> None:
-        job = _Job(
-            root=self._root,
-            directory=flight.directory,
-            share=share,
-            manifest=manifest,
+    def _make_room(self, flight: _Flight) -> str:
+        """Rank 0 makes an empty directory of that name; '' or why it could not."""
+        try:
+            flight.directory.parent.mkdir(parents=True, exist_ok=True)
+            moved = self._store.set_aside(flight.train_step)
+            flight.directory.mkdir()
+        except (OSError, StoreError) as e:
+            return f"cannot make {flight.directory}: {e}"
+        if moved:
+            log.warning("%s was there already; moved to %s", flight.directory, moved)
+        return ""
+
+    def _hand_over(self, flight: _Flight) -> None:
+        """The copy is whole: the rest is the writer's. What fails here, all ranks learn in poll()."""
+        ready, flight.copying = flight.copying, None
+        assert ready is not None, "it was begun"
+        try:
+            ready.wait()
+        except (OSError, RuntimeError) as e:
+            flight.error = f"{type(e).__name__}: {e}"
+            return
+        self._reach("save.copied")
+        job = SaveJob(
+            save_id=f"{self._session}-{self.counts.begun}",
+            rank=self._rank,
+            world_size=self._world_size,
+            root=str(self._root),
+            directory=str(flight.directory),
+            image_bytes=ready.image_bytes,
+            shards=ready.shards,
+            written=ready.written,
+            index=ready.index,
+            manifest=flight.manifest if self._rank == 0 else None,
             began_s=flight.began_s,
-            first=self._rank == 0,
+            timeout_s=self._timeout_s,
             keep_last=self._keep_last,
             keep=self._keep,
-            reach=self._reach,
         )
-        try:
-            flight.child = Background(job.run, name=f"ckpt-{flight.train_step}")
-        except OSError as e:
-            flight.error = f"cannot fork a writer: {e.strerror}"  # the others have theirs: all learn it in poll()
+        self._writer.hand(msgspec.json.encode(job))
+        flight.deadline_s = time.monotonic() + self._timeout_s
+        self._reach("save.handed_over")
 
     def _advance(self, *, give_up: bool) -> int | None:
         flight = self._flight
-        if flight is None:
-            return None
+        if flight is None or flight.copying is not None:
+            return None  # a copy under way: on all ranks alike
         ready, words = self._look(flight, give_up=give_up)
-        all_ready, all_failed = self._add_up(ready, bool(words))
-        if all_failed:
+        try:
+            all_ready, failed = add_up(self._group, ready, bool(words))
+        except RuntimeError as e:
+            raise CheckpointError(f"rank {self._rank}: the ranks could not agree about a save: {e}") from e
+        if failed:
             self._give_up(flight, words)
-            return None
-        if flight.committing:
-            return self._end(flight) if all_ready else None
-        if all_ready == self._world_size:
-            self._hand_over(flight)
+        elif all_ready == self._world_size:
+            return self._end(flight)
         return None
 
     def _look(self, flight: _Flight, *, give_up: bool) -> tuple[bool, str]:
-        """Whether this rank's part of the present stage is done, and why it never will be ('' otherwise)."""
+        """Whether this rank's part of the save is done, and why it never will be ('' otherwise)."""
         if flight.error:
             return False, flight.error
-        if flight.child is None:
-            return False, ""  # this rank's part is over; rank 0 commits
-        stage = flight.child.stage()
+        stage, words = self._writer.look()
         if stage is Stage.FAILED:
-            return False, flight.child.result().decode("utf-8", "replace")
-        if stage is (Stage.DONE if flight.committing else Stage.HALFWAY):
+            return False, words
+        if stage is Stage.DONE or (stage is Stage.HALFWAY and self._rank != 0):
             return True, ""
+        if stage is Stage.HALFWAY and (ended := self._writer.how_it_ended()):
+            return False, f"the writer process {ended}"
         if give_up or time.monotonic() > flight.deadline_s:
-            what = "the commit" if flight.committing else "writing"
+            what = "waiting for the other ranks, or the commit," if stage is Stage.HALFWAY else "writing"
             waited_s = time.monotonic() - flight.began_s
             return False, f"{what} was not done {waited_s:.1f} s after the save began (writer process stuck?)"
         return False, ""
 
-    def _add_up(self, ready: bool, failed: bool) -> tuple[int, int]:
-        counts = torch.tensor([int(ready), int(failed)], dtype=torch.int64)
-        try:
-            dist.all_reduce(counts, group=self._group)
-        except RuntimeError as e:
-            raise CheckpointError(f"rank {self._rank}: the ranks could not agree about a save: {e}") from e
-        return int(counts[0]), int(counts[1])
-
-    def _hand_over(self, flight: _Flight) -> None:
-        """What each writer wrote goes to rank 0's writer, which commits."""
-        assert flight.child is not None, "every rank is ready"
-        gathered: list[bytes | None] | None = [None] * self._world_size if self._rank == 0 else None
-        dist.gather_object(flight.child.result(), gathered, dst=0, group=self._group)
-        flight.committing = True
-        flight.deadline_s = time.monotonic() + self._timeout_s
-        if self._rank == 0:
-            flight.child.answer(pickle.dumps(gathered))
-        else:
-            flight.child.end()
-            flight.child = None
-        self._reach("save.handed_over")
-
     def _end(self, flight: _Flight) -> int:
         durable_s = time.monotonic() - flight.began_s
-        if flight.child is not None:
-            durable_s = float(flight.child.result())  # the writer's own clock: not when we happened to look
-            self._tail = flight.child  # it may still be pruning
+        if self._rank == 0:
+            durable_s = float(self._writer.result())  # the writer's own clock: not when we happened to look
         self._flight = None
         self._last_failure = ""
+        self.counts.durable += 1
         if self._on_durable:
             self._on_durable(flight.train_step, flight.hold_s, durable_s)
         return flight.train_step
 
     def _give_up(self, flight: _Flight, words: str) -> None:
         said: list[str] = [""] * self._world_size
+        self._writer.end()  # first: nothing is committed any more that was said to have failed
         dist.all_gather_object(said, words, group=self._group)
-        if flight.child is not None:
-            flight.child.end()
         self._flight = None
+        self._writer.start()
         self._fail(flight, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text))
 
     def _fail(self, flight: _Flight, why: str) -> None:
@@ -311,55 +353,22 @@ class Saver:
             f"checkpoint {flight.directory.name} was not saved: {why}. It stays uncommitted; older ones are untouched"
         )
         self._last_failure = what
+        self.counts.failed += 1
         if self._raises:
             raise SaveFailed(what, path=str(flight.directory), train_step=flight.train_step)
         log.error("%s; training goes on", what)
 
-    def _end_tail(self) -> None:
-        if self._tail is not None:
-            self._tail.end()  # a prune that is cut short goes on with the next one
-            self._tail = None
+    def _count_skip(self, why: str) -> None:
+        self.counts.skipped += 1
+        self.counts.why = why
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What a writer process does. Everything in it is as it was at the fork."""
-
-    root: Path
-    directory: Path
-    share: Share
-    manifest: Manifest
-    began_s: float
-    first: bool
-    keep_last: int
-    keep: tuple[int, ...]
-    reach: Reach
-
-    def run(self, link: Link) -> None:
-        written = write_share(RealOps(), self.directory, self.share, self.reach)
-        link.report(Stage.HALFWAY, pickle.dumps(written))
-        if self.first:
-            self._commit([pickle.loads(part) for part in pickle.loads(link.wait(ANSWER_S))])
-            durable_s = time.monotonic() - self.began_s
-            # after the commit nothing may fail the save: what is left undone, the next save or the supervisor does
-            with suppress(OSError, CheckpointError):
-                write_tracker(RealOps(), self.root, self.manifest.train_step)
-                self.reach("commit.tracker")
-            link.report(Stage.DONE, str(durable_s).encode())
-            if self.keep_last:
-                with suppress(OSError, CheckpointError):
-                    Store(self.root).prune(self.keep_last, keep=self.keep)
-
-    def _commit(self, written: list[Written]) -> None:
-        ops = RealOps()
-        self.reach("commit.begin")
-        files: dict[str, FileEntry] = {}
-        for one in written:
-            files.update(one.files)
-        files.update(write_index(ops, self.directory, self.share, written))
-        self.reach("commit.index")
-        manifest = msgspec.structs.replace(self.manifest, files=files, made_at_s=time.time())
-        commit(ops, self.directory, manifest, self.reach)
+def _require_all(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise CheckpointError(
+            f"process_group has {dist.get_world_size(group)} ranks of {dist.get_world_size()}: give one of all ranks"
+        )
+    return group
 
 
 def _make_group(timeout_s: float) -> dist.ProcessGroup:
@@ -371,16 +380,8 @@ def _make_group(timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def _read_kill_point() -> Reach:
-    """For drills: the process that reaches the point named by OUTLAST_KILL_AT ends there, by SIGKILL."""
-    point = os.environ.get(KILL_AT, "")
-    if not point:
-        return pass_by
-    if point not in POINTS + RANK_POINTS:
-        raise CheckpointError(f"{KILL_AT}: no point {point!r}; there are {', '.join(RANK_POINTS + POINTS)}")
-
-    def reach(passed: str) -> None:
-        if passed == point:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return reach
+def _agree_on_session(group: dist.ProcessGroup) -> str:
+    """A name for this Saver that no other has, the same on all ranks."""
+    said = [os.urandom(8).hex()]
+    dist.broadcast_object_list(said, src=0, group=group)
+    return said[0]

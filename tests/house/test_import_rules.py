@@ -193,9 +193,9 @@ def test_what_decides_rests_on_pure_modules_alone() -> None:
 HEAVY = frozenset({"torch", "megatron", "numpy"})
 IN_RANKS = _ours(
     """
-    checkpoint.writer checkpoint.reader checkpoint.megatron_async checkpoint.fingerprint checkpoint.placing
-    checkpoint.live_prints checkpoint.raw_bits checkpoint.tensors checkpoint.comparing checkpoint.exporting
-    launchers.megatron_cpu launchers.megatron_fixes
+    checkpoint.writer checkpoint.reader checkpoint.megatron_plan checkpoint.image checkpoint.stager
+    checkpoint.fingerprint checkpoint.placing checkpoint.live_prints checkpoint.raw_bits checkpoint.tensors
+    checkpoint.comparing checkpoint.exporting launchers.megatron_cpu launchers.megatron_fixes
     launchers.trainer launchers.trainer_data launchers.trainer_model launchers.trainer_state launchers.trainer_world
     """
 )
@@ -240,7 +240,7 @@ LIGHT = _ours(
     """
     reliability.app reliability.cli.root reliability.cli.compose reliability.supervisor reliability.supervise
     launchers.agent launchers.warm launchers.rank launchers.recorder launchers.slurm_cluster launchers.local
-    monitors.gate checkpoint.store slurm.client slurm.testbed
+    monitors.gate checkpoint.store checkpoint.engine slurm.client slurm.testbed
     """
 )
 """What runs on head nodes, in agents and in hooks."""

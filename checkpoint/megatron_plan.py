@@ -1,0 +1,199 @@
+"""What one rank has to write for Megatron's `torch_dist` format: planned with all ranks, written by nobody yet.
+
+Megatron's own asynchronous path is left out on purpose. It hands results over through a queue in a spawned Manager
+process (seconds a rank to start, and the waits on it never look whether the writer lives), and rank 0 writes
+`common.pt` in the middle of the collectives, where a full disk on one rank leaves the others waiting. Here planning
+is Megatron's (save_preprocess, the even distribution of replicas, planner, shard index) and touches no file.
+
+A state that looks like the last one on every rank (names, shapes, cuts, replicas) is not planned again: that costs
+one small sum. Replicated shards are written once, by the rank that has least to write so far (by bytes, over all
+ranks), as Megatron distributes them.
+
+Pinned to megatron-core 0.16: the names below are not its public interface.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.exchange_utils import (  # type: ignore[import-untyped]
+    determine_main_replica_uniform_distribution,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.serialization import _CONTENT_METADATA_KEY  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # type: ignore[import-untyped]
+    distribute_main_replicas_with_precomputed_distribution,
+)
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.strategies.torch import (  # type: ignore[import-untyped]
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.dist_checkpointing.utils import _clean_metadata_for_serialization  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.validation import (  # type: ignore[import-untyped]
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from outlast.checkpoint.errors import CheckpointError
+
+INDEX: Final = ".metadata"
+BACKEND: Final = "torch_dist"
+
+
+class _Planner(FileSystemWriterAsync):  # type: ignore[misc]  # megatron has no types
+    """Takes part in planning as Megatron's writer does, and writes nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # theirs makes the directory
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.file_name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        # bytes before tensors, as Megatron orders them
+        self.items = sorted(plan.items, key=lambda item: bool(item.type != WriteItemType.BYTE_IO))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """All of a plan that does not change from save to save."""
+
+    looks: tuple[Any, ...]
+    distribution: Any
+    file_name: str
+    items: list[WriteItem]
+    index: Metadata | None
+    """The shard index without its storage part; rank 0 alone has it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of one save, as the live state: it must be copied before that changes."""
+
+    planned: Planned
+    data: list[io.BytesIO | torch.Tensor]
+    """One for each of planned.items."""
+    common: bytes | None
+    """common.pt; rank 0 alone has it."""
+
+
+def plan_save(
+    state: dict[str, Any],
+    directory: Path,
+    group: dist.ProcessGroup,
+    content_metadata: dict[str, Any] | None,
+    last: Planned | None,
+    refused: str = "",
+) -> Share:
+    """Collective; touches no file. `state` is changed as Megatron's save does. last: what the save before planned.
+
+    refused: why there can be no save, told by the rank that knows; raises CheckpointError with it on all ranks.
+    """
+    if content_metadata is not None:
+        state[_CONTENT_METADATA_KEY] = _clean_metadata_for_serialization(content_metadata)
+    sharded, common = save_preprocess(state, False, None)
+    looks = _look_at(sharded)
+    changed, failed = add_up(group, last is None or last.looks != looks, bool(refused))
+    if failed:
+        said: list[str] = [""] * dist.get_world_size(group)
+        dist.all_gather_object(said, refused, group=group)
+        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text))
+    distribution = last.distribution if last is not None else None
+    if changed:
+        validate_sharding_integrity(determine_global_metadata(sharded)[1], common_state_dict=common)
+        distribution = determine_main_replica_uniform_distribution(sharded, group)
+    distribute_main_replicas_with_precomputed_distribution(sharded, group, distribution)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+    flat = mcore_to_pyt_state_dict(flat, False)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    if changed or last is None:
+        last = _plan_anew(flat, planner, directory, group, looks, distribution)
+    else:
+        planner.set_up_planner(flat, is_coordinator=dist.get_rank() == 0)
+    return Share(
+        planned=last,
+        data=[planner.resolve_data(item) for item in last.items],
+        common=_pickle_common(common) if dist.get_rank() == 0 else None,
+    )
+
+
+def _plan_anew(
+    flat: dict[str, Any],
+    planner: MCoreSavePlanner,
+    directory: Path,
+    group: dist.ProcessGroup,
+    looks: tuple[Any, ...],
+    distribution: Any,
+) -> Planned:
+    writer = _Planner(str(directory), thread_count=1)
+    planned, *_ = save_state_dict_async_plan(flat, writer, group, 0, planner=planner)
+    index = planned[1] if dist.get_rank() == 0 else None
+    return Planned(looks, distribution, writer.file_name, writer.items, index)
+
+
+def add_up(group: dist.ProcessGroup, *flags: bool) -> tuple[int, ...]:
+    """How many ranks say yes to each."""
+    counts = torch.tensor(flags, dtype=torch.int64)
+    dist.all_reduce(counts, group=group)
+    return tuple(counts.tolist())
+
+
+def _look_at(sharded: dict[str, Any]) -> tuple[Any, ...]:
+    """Everything that a plan is made from, as plain values: equal looks, equal plan."""
+    return tuple(_describe(base) for base in nested_values(sharded))
+
+
+def _describe(base: ShardedBase) -> tuple[Any, ...]:
+    if not isinstance(base, ShardedTensor):
+        return (type(base).__name__, base.key, base.replica_id, base.global_shape, base.global_offset)
+    range_ = base.flattened_range
+    return (
+        base.key,
+        base.replica_id,
+        base.dtype,
+        base.local_shape,
+        base.global_shape,
+        base.global_offset,
+        base.axis_fragmentations,
+        base.prepend_axis_num,
+        base.allow_shape_mismatch,
+        None if range_ is None else (range_.start, range_.stop),
+    )
+
+
+def _pickle_common(common: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(common, stream)
+    return stream.getvalue()
+
+
+def pickle_index(index: Metadata, results: list[WriteResult]) -> bytes:
+    """`.metadata`: where each item of all ranks lies; the same for every save of one layout."""
+    whole = replace(
+        index,
+        version=CURRENT_DCP_VERSION,
+        storage_data={result.index: result.storage_data for result in results},
+        storage_meta=StorageMeta(),
+    )
+    whole.all_local_plans = index.all_local_plans  # type: ignore[attr-defined]  # Megatron's addition, for its cache
+    return pickle.dumps(whole)
+
+
+def encode_format() -> bytes:
+    """`metadata.json`, Megatron's own last file."""
+    return json.dumps(asdict(CheckpointingConfig(BACKEND, 1))).encode()
