@@ -1,6 +1,6 @@
 """megatron-core 0.16.1's faults on the path of this trainer: each is mended in place, or refused by name.
 
-    FAULTS: name -> the upstream function, the hash of its source as it was read, and what to put around it
+    FAULTS: megatron_known.KNOWN -- upstream function, hash of its source as it was read -- and what to put around it
     mend(): for each -- version known? source as known? -- then wrap it; else MegatronRefused, naming both
 
 A mend is right for the code it was written for and a danger for any other: so the guard comes first, and a newer
@@ -22,9 +22,8 @@ from typing import Any, Final
 import torch
 
 from outlast.launchers.megatron_cpu import cuda_here
+from outlast.launchers.megatron_known import KNOWN, KNOWN_VERSION, Known
 
-KNOWN_VERSION: Final = "0.16.1"
-_OPTIMIZER: Final = "megatron.core.optimizer.distrib_optimizer"
 _MARK: Final = "__outlast_mended__"
 
 Upstream = Callable[..., Any]
@@ -40,22 +39,10 @@ class MegatronRefused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One upstream fault and its mend."""
+class Fault(Known):
+    """One upstream fault and its mend. The hash is over inspect.getsource() of what is imported."""
 
-    name: str
-    module: str
-    function: str
-    """Qualified name inside the module."""
-    source_sha256: str
-    """First 16 digits, over inspect.getsource() of the function and of those in `relies_on`, as they were read."""
     mend: Callable[[Upstream], Upstream]
-    relies_on: tuple[str, ...] = ()
-    """Other functions of the same class whose workings the mend takes for granted."""
-
-    @property
-    def where(self) -> str:
-        return f"{self.module}.{self.function}"
 
 
 def mend(*, leave: Iterable[str] = ()) -> tuple[str, ...]:
@@ -305,49 +292,12 @@ def _define_missing_gemm() -> bool:
     return True
 
 
-FAULTS: Final = (
-    Fault(
-        name="shared_step",
-        module=_OPTIMIZER,
-        function="DistributedOptimizer.load_state_dict",
-        source_sha256="15f257b4c4f9a7ef",
-        mend=_unshare_steps,
-    ),
-    Fault(
-        name="fresh_optimizer",
-        module=_OPTIMIZER,
-        function="DistributedOptimizer.sharded_state_dict",
-        source_sha256="2d70893ff7c08a35",
-        mend=_prime_before_load,
-    ),
-    Fault(
-        name="step_not_loaded",
-        module=_OPTIMIZER,
-        function="DistributedOptimizer._set_main_param_and_optimizer_states",
-        source_sha256="93c254228283b2df",
-        mend=_keep_step_in_place,
-    ),
-    Fault(
-        name="padded_buckets",
-        module=_OPTIMIZER,
-        function="DistributedOptimizer.sharded_param_state_fully_reshardable",
-        source_sha256="61a52dde3cb2e08b",
-        mend=_gather_padded,
-        relies_on=("get_parameter_state_dp_zero", "load_parameter_state_from_fully_reshardable"),
-    ),
-    Fault(
-        name="persistent_worker",
-        module="megatron.core.dist_checkpointing.strategies.async_utils",
-        function="AsyncCallsQueue.__init__",
-        source_sha256="079d5f5853a4aac3",
-        mend=_refuse_persistent,
-    ),
-    Fault(
-        name="chained_optimizers",
-        module="megatron.core.optimizer.optimizer",
-        function="ChainedOptimizer.load_state_dict",
-        source_sha256="403774c7dde1d546",
-        mend=_refit_chain,
-    ),
-)
-"""In the order of the numbers that docs/decisions gives them; 'stale_model' is mended by settle_parameters()."""
+_MENDS: Final[Mapping[str, Callable[[Upstream], Upstream]]] = {
+    "shared_step": _unshare_steps,
+    "fresh_optimizer": _prime_before_load,
+    "step_not_loaded": _keep_step_in_place,
+    "padded_buckets": _gather_padded,
+    "persistent_worker": _refuse_persistent,
+    "chained_optimizers": _refit_chain,
+}
+FAULTS: Final = tuple(Fault(**vars(known), mend=_MENDS[known.name]) for known in KNOWN)

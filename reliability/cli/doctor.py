@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @overrides
 @as_json
 def doctor(run_file: Path | None, settings: tuple[str, ...], params_file: Path | None, as_json: bool) -> int:
-    """Whether this place is fit: Slurm's settings, rights, the shared file system, packages, secrets.
+    """Whether this place is fit: Slurm's settings, rights, the shared file system, packages, Megatron's faults.
 
     With RUN.yaml it looks at what that run needs, without it at what runs need in general. Nothing is changed.
 
@@ -33,7 +33,8 @@ def doctor(run_file: Path | None, settings: tuple[str, ...], params_file: Path |
     run = read(run_file, settings, params_file).run if run_file else None
     root = Path(run.run_root if run else run_root_default()[0]).absolute()
     wants_slurm = run is None or run.cluster.kind == "slurm"
-    rows = [*(_look_at_slurm(required=run is not None) if wants_slurm else ()), *look(run, root)]
+    slurm = _look_at_slurm(required=run is not None) if wants_slurm else ()
+    rows = [*slurm, *look(run, root), *_look_at_megatron(run.task.kind if run else "")]
     unfit = any(row.grade is Grade.UNFIT for row in rows)
     if as_json:
         print_json({"fit": not unfit, "findings": rows})
@@ -53,6 +54,27 @@ def _look_at_slurm(*, required: bool) -> Iterable[Row]:
         absent = one.name == "slurm" and not required
         grade = Grade.NOTE if absent else grades[one.level]
         yield Row(subject=one.name, grade=grade, found=one.found, do=one.advice)
+
+
+def _look_at_megatron(kind: str) -> Iterable[Row]:
+    """The faults that were found in megatron-core, and which of them the installed one has."""
+    from outlast.launchers.megatron_known import KNOWN_VERSION, Presence, look_at_installed
+    from outlast.reliability.cli.site_checks import Grade, Row
+
+    if kind == "plain":
+        return
+    for seen in look_at_installed() or ():
+        fault, subject = seen.fault, f"megatron {seen.fault.name}"
+        if seen.is_mended:
+            yield Row(subject=subject, grade=Grade.OK, found=f"{fault.answer}; {seen.version} itself: {fault.does}")
+        elif seen.presence is Presence.PRESENT:
+            do = f"its mend is for {KNOWN_VERSION} alone: install megatron-core=={KNOWN_VERSION}"
+            yield Row(subject=subject, grade=Grade.WARNING, found=f"{seen.version}: {fault.does}", do=do)
+        else:
+            what = "is gone" if seen.presence is Presence.GONE else f"has another source ({seen.digest})"
+            found = f"{seen.version}: {fault.where} {what} than was read; in {KNOWN_VERSION}: {fault.does}"
+            do = f"nobody has read that source: install megatron-core=={KNOWN_VERSION}, which is mended"
+            yield Row(subject=subject, grade=Grade.WARNING, found=found, do=do)
 
 
 def _print(rows: Iterable[Row]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from outlast.launchers import megatron_known
+from outlast.launchers.megatron_known import digest_source
 from outlast.reliability.cli import site_checks as site
+from outlast.reliability.cli.doctor import _look_at_megatron
 from outlast.reliability.cli.root import start
 from outlast.reliability.cli.site_checks import Grade, Row
 from outlast.reliability.freeze import freeze
@@ -81,6 +86,61 @@ def test_a_package_of_our_name_beside_the_script_is_unfit(tmp_path: Path) -> Non
 def test_our_own_package_is_no_clash() -> None:
     ours = Path(site.__file__).parents[3]
     assert {row.grade for row in site.check_clashes([str(ours)], None)} == {Grade.OK}
+
+
+def a_site(tmp_path: Path, text: str, version: str) -> importlib.metadata.Distribution:
+    """An installed megatron-core whose distrib_optimizer.py is this."""
+    module = tmp_path / "megatron" / "core" / "optimizer" / "distrib_optimizer.py"
+    module.parent.mkdir(parents=True, exist_ok=True)
+    module.write_text(text)
+    info = tmp_path / f"megatron_core-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {version}\n")
+    return importlib.metadata.Distribution.at(info)
+
+
+OPTIMIZER = """class DistributedOptimizer:
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        return 1
+
+    def other(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "words"),
+    [
+        (OPTIMIZER, "0.16.1", "mended; 0.16.1 itself: after a restore"),
+        (OPTIMIZER, "0.19.2", "0.19.2: after a restore all parameters share"),
+        (OPTIMIZER.replace("return 1", "return 2"), "0.19.2", "load_state_dict has another source"),
+        (OPTIMIZER.replace("@torch.no_grad()", "@other"), "0.16.1", "load_state_dict has another source"),
+        (OPTIMIZER.replace("pass", "return 3"), "0.16.1", "mended; "),
+        (OPTIMIZER.replace("load_state", "load_no_state"), "0.19.2", "load_state_dict is gone"),
+        ("class DistributedOptimizer(:", "0.19.2", "is gone"),
+    ],
+)
+def test_faults_of_the_installed_megatron_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, version: str, words: str
+) -> None:
+    known = replace(megatron_known.KNOWN[0], source_sha256=digest_source(OPTIMIZER, megatron_known.KNOWN[0].function))
+    monkeypatch.setattr(megatron_known, "KNOWN", (known,))
+    package = a_site(tmp_path, text, version)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: package)
+    (row,) = _look_at_megatron("reference")
+    assert row.subject == "megatron shared_step" and words in row.found
+    assert row.grade is (Grade.OK if "mended; " in words else Grade.WARNING)
+    assert bool(row.do) == (row.grade is Grade.WARNING)
+    assert list(_look_at_megatron("plain")) == []
+
+
+def test_where_no_megatron_core_is_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_name: str) -> importlib.metadata.Distribution:
+        raise importlib.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(importlib.metadata, "distribution", none)
+    assert list(_look_at_megatron("")) == []
 
 
 def test_an_open_secret_is_unfit(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from outlast.launchers.megatron_known import look_at_installed
+
 pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
 MOE = ("--experts", "4")
@@ -251,3 +253,7 @@ class TestGuard:
         for fault in megatron_fixes.FAULTS:
             owner, _ = megatron_fixes._find_owner(fault)
             assert megatron_fixes.why_unknown(fault, owner) == ""
+        # what doctor reads from files is what is imported
+        seen = look_at_installed()
+        assert seen is not None and len(seen) == len(megatron_fixes.FAULTS)
+        assert all(one.is_mended for one in seen), [one for one in seen if not one.is_mended]
