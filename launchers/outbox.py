@@ -13,13 +13,13 @@ from typing import Final
 
 import msgspec
 
-from outlast.reliability.model import GateSeen, Node, NodeNotClear, RankExited, Signal, SourceBlind, XidSeen
+from outlast.reliability.model import GateSeen, KernelSeen, Node, NodeNotClear, RankExited, Signal, SourceBlind, XidSeen
 from outlast.reliability.wire import Heard
 
 LIMIT: Final = 1_000
 MAX_SIGNAL_BYTES: Final = 256 * 1024
 SOURCE: Final = "agent_link"
-_CRITICAL: Final = (RankExited, NodeNotClear, GateSeen, XidSeen)
+_CRITICAL: Final = (RankExited, NodeNotClear, GateSeen, XidSeen, KernelSeen)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 

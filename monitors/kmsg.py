@@ -1,7 +1,7 @@
-"""The kernel log, live: XID lines of this node as signals, from /dev/kmsg or from a log file that grows.
+"""The kernel log, live: XIDs and other telling lines of this node as signals, from /dev/kmsg or from a file that grows.
 
     /dev/kmsg  one record a read, sequence numbers        \\
-                                                            > XidSeen, or SourceBlind where records are known lost
+                                                            > XidSeen, KernelSeen, SourceBlind where records are lost
     a file     lines in any prefix form, rotation         /
 
 It reports and never judges. In /dev/kmsg only facility 0 counts: the kernel gives it to its own lines alone, while
@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Final
 
 from outlast.monitors.follow import FollowedFile
+from outlast.monitors.kernel_events import pci_device, read_kernel_event
 from outlast.monitors.kernel_text import parse_kernel_line
-from outlast.monitors.xid_text import BusLossMemory
-from outlast.reliability.model import Node, SourceBlind, XidSeen
+from outlast.monitors.xid_text import BusLossMemory, find_sxid
+from outlast.reliability.model import KernelSeen, Node, SourceBlind, XidSeen
 
 RECORD_BYTES: Final = 8192
 """One record a read(); a smaller buffer than the record is refused with EINVAL."""
@@ -34,10 +35,35 @@ FILE_POLL_S: Final = 0.02
 FIRST_RETRY_S: Final = 0.5
 LAST_RETRY_S: Final = 60.0
 _DROPPED: Final = re.compile(r"\*\* ([0-9]{1,9}) printk messages dropped \*\*")
-_WANTED: Final = (b"NVRM", b"printk messages dropped")
-"""A line without one of these cannot concern us; the test is far cheaper than parsing."""
+_WANTED: Final = re.compile(
+    rb"NVRM|SXid|M(?:achine Check|emory (?:cgroup|failure))|Hardware Error|EDAC|AER|LOCKUP|BUG|Kernel panic"
+    rb"|O(?:ut of memory|ops)|'s health|Disk failure|EXT4-fs|XFS|BTRFS|Lustre|NFS|: server |GPFS|Link Down"
+    rb"|\*\* [0-9]{1,9} printk"
+)
+"""A line without one of these cannot concern us; the test is far cheaper than parsing. Each begins with a byte that is
+rare in the kernel's prose, since nearly all lines end at this test."""
+TELLING: Final = frozenset(
+    {
+        *("nvrm_rm_init", "aer_fatal", "pcie_link_down", "pcie_recovery_failed", "edac_ue", "memory_failure", "mce"),
+        *(
+            "ghes_fatal",
+            "hard_lockup",
+            "soft_lockup",
+            "kernel_panic",
+            "kernel_oops",
+            "nic_health",
+            "oom_job",
+            "oom_node",
+        ),
+        *("disk_array", "fs_readonly", "lustre_evicted", "nfs_lost", "gpfs_lost"),
+    }
+)
+"""Forms (kernel_events.py) that convict a node or explain a death. What is merely counted stays in the log."""
+SXID_FATAL: Final = "sxid_fatal"
+REPEAT_S: Final = 5.0
+"""The same form of the same device within this is one signal: lines of this kind come in storms."""
 
-Found = XidSeen | SourceBlind
+Found = XidSeen | KernelSeen | SourceBlind
 
 
 class KernelDecoder:
@@ -49,6 +75,7 @@ class KernelDecoder:
         self._accept_user = accept_user_facility
         self._memory = BusLossMemory()
         self._sequence: int | None = None
+        self._told: dict[tuple[str, str], float] = {}
 
     def record(self, raw: bytes, at_s: float) -> list[Found]:
         """One raw /dev/kmsg record: `6,340,4015,-;text`."""
@@ -59,14 +86,14 @@ class KernelDecoder:
             if self._sequence is not None and sequence > self._sequence + 1:
                 found.append(self.blind(at_s, "kernel log overrun", lost=sequence - self._sequence - 1))
             self._sequence = sequence
-        if any(word in raw for word in _WANTED):
+        if _WANTED.search(raw):
             # continuation lines of the record are its dictionary (SUBSYSTEM=, DEVICE=)
             found += self.line(raw.split(b"\n", 1)[0], at_s)
         return found
 
     def line(self, raw: bytes, at_s: float) -> list[Found]:
         """One line in any prefix form."""
-        if not any(word in raw for word in _WANTED):
+        if not _WANTED.search(raw):
             return []
         line = parse_kernel_line(raw.decode("utf-8", "replace"))
         if not (line.from_kernel or (self._accept_user and line.program in (None, "NVRM"))):
@@ -74,11 +101,10 @@ class KernelDecoder:
         dropped = _DROPPED.match(line.text)
         if dropped:
             return [self.blind(at_s, "the kernel dropped messages", lost=int(dropped[1]))]
-        if not line.text.startswith("NVRM:"):
-            return []  # words of the driver inside another line (audit records quote user text)
-        xid = self._memory.find(line.text)
+        # words of the driver inside another line do not count (audit records quote user text)
+        xid = self._memory.find(line.text) if line.text.startswith("NVRM:") else None
         if xid is None:
-            return []
+            return self._other(line.text, at_s)
         return [
             XidSeen(
                 node=self._node,
@@ -90,6 +116,26 @@ class KernelDecoder:
                 caused_by=xid.caused_by,
             )
         ]
+
+    def _other(self, text: str, at_s: float) -> list[Found]:
+        """A telling line that is no XID: its form, and the device that it names."""
+        if text.startswith("audit"):
+            return []  # the kernel's own record, with text of a user's in it
+        switch = find_sxid(text) if text.startswith("nvidia-nvswitch") else None
+        if switch is not None:
+            # further lines of the same event (Severity, Data) carry no word of their own
+            key, device = (SXID_FATAL, switch.gpu or "") if switch.fatal else ("", "")
+        else:
+            event = read_kernel_event(text)
+            key, device = (
+                (event.key, pci_device(text) or "") if event is not None and event.key in TELLING else ("", "")
+            )
+        if not key or at_s - self._told.get((key, device), float("-inf")) < REPEAT_S:
+            return []
+        if len(self._told) > BATCH:
+            self._told.clear()
+        self._told[(key, device)] = at_s
+        return [KernelSeen(node=self._node, at_s=at_s, key=key, device=device, source=self._source, text=text[:400])]
 
     def overrun(self, at_s: float) -> list[Found]:
         """The buffer was overwritten. Before the first record the loss cannot be counted; after it, `record` does."""

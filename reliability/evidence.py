@@ -30,6 +30,13 @@ class XidFact(Noun, frozen=True, kw_only=True):
     xid: m.XidSeen
 
 
+class KernelFact(Noun, frozen=True, kw_only=True):
+    seq: int
+    seen_s: float
+    attempt: int
+    line: m.KernelSeen
+
+
 class ExitFact(Noun, frozen=True, kw_only=True):
     seq: int
     seen_s: float
@@ -50,6 +57,8 @@ class NodeFacts(Noun, frozen=True, kw_only=True):
     job: JobId = JobId("")
     address: str = "127.0.0.1"
     xids: tuple[XidFact, ...] = ()
+    kernel: tuple[KernelFact, ...] = ()
+    """Kernel lines other than XIDs."""
     state_seq: int = 0
     state: m.NodeState | None = None
     gate_seq: int = 0
@@ -230,8 +239,8 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
     evidence: Evidence, event: LogEvent, signal: m.Signal
 ) -> Evidence:
     match signal:
-        case m.XidSeen() as xid:
-            return _fold_xid(evidence, event, xid)
+        case m.XidSeen() | m.KernelSeen() as line:
+            return _fold_line(evidence, event, line)
         case m.RankExited() as gone:
             now = evidence.current
             if now is None or any(f.exit.rank == gone.rank for f in now.exits):
@@ -300,6 +309,10 @@ def _fold_node_signal(
             assert_never(signal)
 
 
+def _fold_line(evidence: Evidence, event: LogEvent, line: m.XidSeen | m.KernelSeen) -> Evidence:
+    return _fold_xid(evidence, event, line) if isinstance(line, m.XidSeen) else _fold_kernel(evidence, event, line)
+
+
 def _fold_xid(evidence: Evidence, event: LogEvent, xid: m.XidSeen) -> Evidence:
     facts = evidence.node(xid.node)
     same = (xid.code, xid.gpu, xid.at_s, xid.text)
@@ -308,6 +321,15 @@ def _fold_xid(evidence: Evidence, event: LogEvent, xid: m.XidSeen) -> Evidence:
     attempt = evidence.current.plan.attempt if evidence.current else 0
     fact = XidFact(seq=event.seq, seen_s=event.at_s, attempt=attempt, xid=xid)
     return _with_node(evidence, xid.node, xids=(*facts.xids, fact)[-KEPT_XIDS:])
+
+
+def _fold_kernel(evidence: Evidence, event: LogEvent, line: m.KernelSeen) -> Evidence:
+    facts = evidence.node(line.node)
+    if any((f.line.key, f.line.device, f.line.at_s) == (line.key, line.device, line.at_s) for f in facts.kernel):
+        return evidence  # the same line, read twice
+    attempt = evidence.current.plan.attempt if evidence.current else 0
+    fact = KernelFact(seq=event.seq, seen_s=event.at_s, attempt=attempt, line=line)
+    return _with_node(evidence, line.node, kernel=(*facts.kernel, fact)[-KEPT_XIDS:])
 
 
 ECHO_CLASSES = frozenset({"peer_died", "nccl_timeout_victim"})

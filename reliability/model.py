@@ -42,6 +42,19 @@ class XidSeen(Noun, frozen=True, kw_only=True, tag="xid_seen"):
     """The earlier XID that the driver itself names as the cause."""
 
 
+class KernelSeen(Noun, frozen=True, kw_only=True, tag="kernel_seen"):
+    """A kernel line that tells of trouble other than an XID: a switch, a machine check, a disk, a lost mount."""
+
+    node: Node
+    at_s: float
+    key: str
+    """The form of the line: a row of reliability/catalog/kernel.yaml."""
+    device: str = ""
+    """PCI address or name of the device, where the line has one."""
+    source: str = "kmsg"
+    text: str = ""
+
+
 class SourceBlind(Noun, frozen=True, kw_only=True, tag="source_blind"):
     """A monitor could not see for a while. Not health, not a fault."""
 
@@ -198,6 +211,7 @@ class OperatorAsked(Noun, frozen=True, kw_only=True, tag="operator_asked"):
 
 Signal = (
     XidSeen
+    | KernelSeen
     | SourceBlind
     | RankExited
     | RankPlaced

@@ -36,11 +36,35 @@ class XidMeaning(Protocol):
     def stops_training(self) -> bool: ...
 
 
+class LineMeaning(Protocol):
+    """What judging needs to know of another kernel line (reliability/catalogue.py: LineRow)."""
+
+    @property
+    def meaning(self) -> str: ...
+    @property
+    def blames(self) -> str: ...
+    @property
+    def class_(self) -> str: ...
+    @property
+    def action(self) -> str: ...
+    @property
+    def alone(self) -> bool: ...
+
+
+def no_line(_key: str) -> LineMeaning | None:
+    """A policy that knows no kernel lines beside XIDs."""
+    return None
+
+
 class Policy(Noun, frozen=True, kw_only=True):
     """The numbers and tables that judging goes by."""
 
-    xid: Callable[[int], XidMeaning]
-    """The catalogue: code -> what it means (XID 154 is read by its text, rules_node.py)."""
+    xid: Callable[[int, str], XidMeaning]
+    """The catalogue: what a code means on a line of this text, whose own words outrank the table."""
+    kernel: Callable[[str], LineMeaning | None] = no_line
+    """The catalogue: what another kernel line means, by its form."""
+    quiet_s: float = 0.0
+    """After a line that would convict, wait this long for the same on other nodes: what reaches many convicts none."""
     settle_s: float = 0.5
     """After a rank's death, wait this long for the kernel's word before blaming the program. Its lines arrive within
     milliseconds, and one that comes later still convicts: it then costs a second restart."""

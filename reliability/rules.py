@@ -13,6 +13,7 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_operator.jobs,
     # then what may convict a node, the kernel's word before all
     rules_node.hardware_xids,
+    rules_node.kernel_lines,
     rules_node.lost_agents,
     rules_node.gates,
     rules_operator.drains,
@@ -20,6 +21,7 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_attempt.misplaced,
     rules_attempt.replaced_agents,
     rules_attempt.bad_checkpoints,
+    rules_node.killed_for_memory,
     rules_attempt.dead_ranks,
     rules_attempt.hangs,
     rules_attempt.ended_early,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from outlast.reliability.evidence import NodeFacts, XidFact
+from outlast.reliability.evidence import KernelFact, NodeFacts, XidFact, primary_exit
 from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
-from outlast.reliability.policy import Case, Finding, Pending, XidMeaning
+from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
 
-_RECOVERY_NONE = re.compile(r"\bto\b.*\bnone\b", re.IGNORECASE)
-"""XID 154 names the recovery that is now needed: 'changed from X to Y'. Y = None asks for nothing."""
+_OUT_OF_MEMORY = ("oom_job", "oom_node")
 
 
 def in_use(case: Case, node: Node) -> bool:
@@ -21,21 +19,43 @@ def in_use(case: Case, node: Node) -> bool:
 
 def convicting(case: Case, fact: XidFact) -> XidMeaning | None:
     """The catalogue's row if this line alone convicts, else None. An XID caused by an earlier one follows that one."""
-    row = case.policy.xid(fact.xid.code if fact.xid.caused_by is None else fact.xid.caused_by)
-    if fact.xid.code == 154:
-        return row if fact.xid.text and not _RECOVERY_NONE.search(fact.xid.text) else None
+    row = meaning(case, fact)
     return row if row.convicts and row.alone else None
 
 
-def _reach(case: Case, row: XidMeaning) -> dict[Node, int]:
+def meaning(case: Case, fact: XidFact) -> XidMeaning:
+    """The catalogue's row of this line. One without text says less than its code: a recovery that is not named, say."""
+    if fact.xid.caused_by is not None:
+        return case.policy.xid(fact.xid.caused_by, "")
+    return case.policy.xid(fact.xid.code, fact.xid.text or " ")
+
+
+def convicting_line(case: Case, fact: KernelFact) -> LineMeaning | None:
+    """The catalogue's row if this line, no XID, alone takes a node out, else None."""
+    row = case.policy.kernel(fact.line.key)
+    return row if row is not None and row.alone and row.action.startswith("drain") else None
+
+
+def _classes(case: Case, facts: NodeFacts) -> Iterator[tuple[int, float, str]]:
+    """(log number, when, class) of each line of a node that alone takes it out."""
+    for fact in facts.xids:
+        row = convicting(case, fact)
+        if row is not None:
+            yield fact.seq, fact.seen_s, row.class_
+    for line in facts.kernel:
+        other = convicting_line(case, line)
+        if other is not None:
+            yield line.seq, line.seen_s, other.class_
+
+
+def _reach(case: Case, class_: str) -> dict[Node, int]:
     """Nodes on which the same class was seen within the burst time, each with its evidence."""
     since = case.now_s - case.policy.burst_s
     reached: dict[Node, int] = {}
     for facts in case.evidence.nodes.values():
-        for fact in facts.xids:
-            other = convicting(case, fact)
-            if other is not None and other.class_ == row.class_ and fact.seen_s >= since:
-                reached.setdefault(facts.node, fact.seq)
+        for seq, seen_s, other in _classes(case, facts):
+            if other == class_ and seen_s >= since:
+                reached.setdefault(facts.node, seq)
     return reached
 
 
@@ -48,12 +68,60 @@ def hardware_xids(case: Case) -> Iterator[Finding]:
             row = convicting(case, fact)
             if row is None or fact.seq < facts.joined_seq:
                 continue
-            reached = _reach(case, row)
-            if len(reached) >= _many(case):
-                yield _everywhere(case, row, fact, reached)
-            else:
-                yield _hardware(case, facts, fact, row)
-            break
+            wide = _wide(case, fact, row.class_, f"XID {fact.xid.code} ({row.name})")
+            yield wide or _hardware(case, facts, fact, row)
+            if not isinstance(wide, Verdict):
+                break  # what is everybody's does not clear this node of what is its own
+
+
+def kernel_lines(case: Case) -> Iterator[Finding]:
+    """A kernel line other than an XID that is enough by itself: a switch, a machine check, a dead device."""
+    for facts in case.evidence.nodes.values():
+        if facts.node in case.excluded:
+            continue
+        for fact in facts.kernel:
+            row = convicting_line(case, fact)
+            if row is None or fact.seq < facts.joined_seq:
+                continue
+            wide = _wide(case, fact, row.class_, row.meaning)
+            yield wide or _broken(case, facts, fact, row)
+            if not isinstance(wide, Verdict):
+                break
+
+
+def killed_for_memory(case: Case) -> Iterator[Finding]:
+    """SIGKILL, and the kernel of that node says that it killed for memory: the program's need, not a node's fault."""
+    now = case.evidence.current
+    first = primary_exit(now.exits) if now is not None and now.running else None
+    if now is None or first is None or first.exit.posix_signal != 9:
+        return
+    kernel = case.evidence.node(first.exit.node).kernel
+    told = [f for f in kernel if f.line.key in _OUT_OF_MEMORY and f.attempt == now.plan.attempt]
+    if told:
+        yield Verdict(
+            key=f"exit:{now.plan.attempt}",
+            kind=Kind.APP_FAULT,
+            scope=Scope.RANK,
+            rule="killed_for_memory",
+            because=f"rank {first.exit.rank} on {first.exit.node} was killed by the kernel for memory "
+            f"after train_step {now.reached}; which process is killed is the kernel's choice",
+            confidence=Confidence.HIGH,
+            rank=first.exit.rank,
+            stops=True,
+            evidence=(told[0].seq, first.seq),
+            rejected=(Rejected(alternative=f"hardware of {first.exit.node}", why="the kernel says why it killed"),),
+        )
+
+
+def _wide(case: Case, fact: XidFact | KernelFact, class_: str, what: str) -> Finding | None:
+    """Everybody's trouble, or too early to say that it is not; None where it is this node's alone."""
+    reached = _reach(case, class_)
+    if len(reached) >= _many(case):
+        return _everywhere(case, class_, what, reached)
+    due = fact.seen_s + case.policy.quiet_s
+    if case.now_s < due:
+        return Pending(again_at_s=due, why=f"whether other nodes show {what} too")
+    return None
 
 
 def _many(case: Case) -> int:
@@ -84,15 +152,37 @@ def _hardware(case: Case, facts: NodeFacts, fact: XidFact, row: XidMeaning) -> V
     )
 
 
-def _everywhere(case: Case, row: XidMeaning, fact: XidFact, reached: dict[Node, int]) -> Verdict:
+def _broken(case: Case, facts: NodeFacts, fact: KernelFact, row: LineMeaning) -> Verdict:
+    device = f" ({fact.line.device})" if fact.line.device else ""
+    return Verdict(
+        key=f"hardware:{facts.node}:{facts.joined_seq}",
+        kind=Kind.HARDWARE_FAULT,
+        scope=Scope.NODE,
+        rule=row.class_,
+        because=f"{row.meaning}{device} on {facts.node}; no other node shows it; the catalogue blames the {row.blames} "
+        "and needs no second witness",
+        confidence=Confidence.HIGH,
+        node=facts.node,
+        convicts=True,
+        drains=True,
+        stops=in_use(case, facts.node),
+        evidence=(fact.seq, *(f.seq for f in facts.kernel if f.seq > fact.seq)),
+        rejected=(
+            Rejected(alternative="program", why="the kernel's own word, not a rank's output"),
+            Rejected(alternative="fabric or driver roll-out", why="one node only"),
+        ),
+    )
+
+
+def _everywhere(case: Case, class_: str, what: str, reached: dict[Node, int]) -> Verdict:
     attempt = case.evidence.current.plan.attempt if case.evidence.current else 0
     names = ", ".join(sorted(reached))
     return Verdict(
-        key=f"everywhere:{row.class_}:{attempt}",
+        key=f"everywhere:{class_}:{attempt}",
         kind=Kind.AMBIGUOUS,
         scope=Scope.EVERYTHING,
         rule="many_nodes_at_once",
-        because=f"XID {fact.xid.code} ({row.name}) on {len(reached)} nodes in {case.policy.burst_s:.0f} s ({names}): "
+        because=f"{what} on {len(reached)} nodes in {case.policy.burst_s:.0f} s ({names}): "
         "a common cause (driver, firmware, power, fabric), no node is blamed for it",
         evidence=tuple(sorted(reached.values())),
         rejected=(Rejected(alternative="each node's hardware", why="nodes do not break in the same way together"),),
@@ -104,7 +194,7 @@ def other_xids(case: Case) -> Iterator[Finding]:
     now = case.evidence.current
     for facts in case.evidence.nodes.values():
         for fact in facts.xids:
-            row = case.policy.xid(fact.xid.code)
+            row = meaning(case, fact)
             if convicting(case, fact) is not None or facts.node in case.excluded:
                 continue
             died = now is not None and fact.attempt == now.plan.attempt and bool(now.exits)

@@ -97,6 +97,8 @@ def _tell_signal(signal: Signal) -> str:  # noqa: C901 - one line a kind of a cl
         case m.XidSeen(source=source, node=node, gpu=gpu, code=code, text=text, caused_by=cause):
             after = f" (caused by XID {cause})" if cause is not None else ""
             return f"{source} {node} {gpu or ''} XID {code}{after} {text}"
+        case m.KernelSeen(source=source, node=node, device=device, key=key, text=text):
+            return f"{source} {node} {device} {key} {text}"
         case m.SourceBlind(node=node, source=source, why=why, lost=lost):
             return f"{source} on {node} was blind: {why}" + (f"; {many(lost, 'record')} lost" if lost else "")
         case m.RankExited():

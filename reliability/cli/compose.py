@@ -22,6 +22,9 @@ from outlast.reliability.supervise import supervise
 from outlast.reliability.switchboard import Switchboard
 from outlast.reliability.wire import RankStack
 
+QUIET_S = 0.3
+"""The same fault on many nodes is written within this: less than a death settles, and than a second to the drain."""
+
 
 def run_supervisor(
     run_dir: RunDir,
@@ -82,7 +85,7 @@ def make_parts(
         starter=starter,
         pager=WebhookPager(run_dir.root, run.notify.webhook_file),
         clock=SteadyClock(),
-        policy=Policy(xid=catalogue.xid, settle_s=run.limits.settle_s),
+        policy=Policy(xid=catalogue.xid, kernel=catalogue.kernel, settle_s=run.limits.settle_s, quiet_s=QUIET_S),
         board=board,
         find_suspect=find_suspect,
         on_event=on_event,

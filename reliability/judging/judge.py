@@ -94,6 +94,8 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_exporter.diagnosed,
     rules_queue.checkers,
     rules_exporter.tools_hung,
+    rules_exporter.hot_gpus,
+    rules_exporter.starved_gpu,
     rules_exporter.clocks,
     rules_steps.named_rank,
     rules_compared.slow_in_class,

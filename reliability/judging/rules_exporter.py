@@ -102,8 +102,8 @@ def raised_gauge(scene: Scene) -> Iterator[Finding]:
     )
 
 
-def clocks(scene: Scene) -> Iterator[Finding]:
-    """Throttle reasons by their bits: hardware slowdown, heat and the power brake count, a power cap does not."""
+def hot_gpus(scene: Scene) -> Iterator[Finding]:
+    """A tool finds the hardware slowing a GPU down."""
     hot = [g for g in scene.seen(GpuLooked) if g.what == "hot"]
     if hot:
         yield Finding(
@@ -114,12 +114,12 @@ def clocks(scene: Scene) -> Iterator[Finding]:
             culprit=place(hot[0], hot[0].gpu),
             evidence=ids(hot),
         )
-        return
-    masks = [p for p in scene.seen(PowerLooked) if p.mask]
-    hard = [p for p in masks if p.mask & HARD_MASK]
+
+
+def clocks(scene: Scene) -> Iterator[Finding]:
+    """Throttle reasons by their bits: hardware slowdown, heat and the power brake count, a power cap does not."""
+    hard = [p for p in scene.seen(PowerLooked) if p.mask & HARD_MASK]
     brake = [p for p in hard if p.mask & POWER_BRAKE]
-    starved = [p for p in scene.seen(PowerLooked) if p.share_of_limit is not None and p.share_of_limit < HALF_POWER]
-    full = [p for p in scene.seen(PowerLooked) if p.share_of_limit is not None and p.share_of_limit >= HALF_POWER]
     if len(nodes_of(brake)) >= MANY_NODES:
         yield Finding(
             verdict=Kind.INFRA_EVENT,
@@ -131,16 +131,6 @@ def clocks(scene: Scene) -> Iterator[Finding]:
             rejected=(lost("GPU by GPU", "one cause, one time"),),
             checks={"brake_nodes": len(nodes_of(brake)), "ignore_bits": ["0x01", "0x04"]},
         )
-    elif starved and full:
-        yield Finding(
-            verdict=Kind.HARDWARE_SUSPECT,
-            action=Act.JOB_END,
-            rule="starved_gpu",
-            why="one GPU draws far less than its limit under the load that takes its siblings to theirs",
-            culprit=" ".join(w for w in (starved[0].node, f"GPU {starved[0].gpu}") if w),
-            evidence=ids([*starved, *full]),
-            rejected=(lost("normal power cap", "a cap is normal at the limit, not far below it"),),
-        )
     elif hard:
         names = {p.node or p.gpu: list(decode_mask(p.mask & HARD_MASK)) for p in hard}
         yield Finding(
@@ -151,6 +141,22 @@ def clocks(scene: Scene) -> Iterator[Finding]:
             culprit=", ".join(dict.fromkeys(p.node or f"GPU {p.gpu}" for p in hard)),
             evidence=ids(hard),
             checks={"decoded": names},
+        )
+
+
+def starved_gpu(scene: Scene) -> Iterator[Finding]:
+    """One GPU that draws far less than its siblings under the same load."""
+    drawn = [p for p in scene.seen(PowerLooked) if p.share_of_limit is not None]
+    starved = [p for p in drawn if (p.share_of_limit or 0.0) < HALF_POWER]
+    if starved and len(starved) < len(drawn):
+        yield Finding(
+            verdict=Kind.HARDWARE_SUSPECT,
+            action=Act.JOB_END,
+            rule="starved_gpu",
+            why="one GPU draws far less than its limit under the load that takes its siblings to theirs",
+            culprit=" ".join(w for w in (starved[0].node, f"GPU {starved[0].gpu}") if w),
+            evidence=ids(drawn),
+            rejected=(lost("normal power cap", "a cap is normal at the limit, not far below it"),),
         )
 
 

@@ -48,7 +48,7 @@ class Row(m.Noun, frozen=True, kw_only=True):
     stops_training: bool = True
 
 
-def row(code):
+def row(code, text=""):
     if code in (79, 95):
         return Row(class_=f"class {code}")
     return Row(blames="program", class_="gpu_app_fault", convicts=False, drains=False)
