@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outlast.reliability.catalogue import load_catalogue
+from outlast.reliability.catalogue import Catalogue, load_catalogue
 from outlast.reliability.clock import SteadyClock
 from outlast.reliability.config import load_frozen
 from outlast.reliability.events import LogEvent
@@ -17,7 +17,7 @@ from outlast.reliability.parts import IdentityChanges, Parts
 from outlast.reliability.policy import Policy
 from outlast.reliability.ports import CheckpointStore, Cluster, Starter
 from outlast.reliability.rundir import RunDir
-from outlast.reliability.runfile import RunFile
+from outlast.reliability.runfile import Limits, RunFile
 from outlast.reliability.supervise import supervise
 from outlast.reliability.switchboard import Switchboard
 from outlast.reliability.wire import RankStack
@@ -85,7 +85,7 @@ def make_parts(
         starter=starter,
         pager=WebhookPager(run_dir.root, run.notify.webhook_file),
         clock=SteadyClock(),
-        policy=Policy(xid=catalogue.xid, kernel=catalogue.kernel, settle_s=run.limits.settle_s, quiet_s=QUIET_S),
+        policy=make_policy(catalogue, run.limits),
         board=board,
         find_suspect=find_suspect,
         on_event=on_event,
@@ -109,6 +109,11 @@ def identity_changes(run_dir: RunDir, run: RunFile) -> IdentityChanges:
         fatal=tuple(text for weight, text in words if weight is Weight.FATAL),
         other=tuple(text for weight, text in words if weight is Weight.WARN),
     )
+
+
+def make_policy(catalogue: Catalogue, limits: Limits) -> Policy:
+    """What supervisors judge by, and `outlast replay` with them."""
+    return Policy(xid=catalogue.xid, kernel=catalogue.kernel, settle_s=limits.settle_s, quiet_s=QUIET_S)
 
 
 def make_store(run_dir: RunDir, run: RunFile) -> CheckpointStore:

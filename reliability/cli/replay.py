@@ -141,9 +141,9 @@ def _replay(
 
 
 def _policy(word: str, setting: Setting) -> Policy:
-    """As compose.py makes the supervisor's."""
-    catalogue = load_catalogue(None if word == BUILT_IN else Path(word))
-    return Policy(xid=catalogue.xid, settle_s=setting.limits.settle_s)
+    from outlast.reliability.cli.compose import make_policy
+
+    return make_policy(load_catalogue(None if word == BUILT_IN else Path(word)), setting.limits)
 
 
 def _expand(text: str) -> tuple[Node, ...]:

@@ -31,7 +31,7 @@ def main(run_file: Path) -> int:
 
     def build(board: Switchboard) -> Parts:
         parts = compose.make_parts(run_dir, run, board, cluster, node="", in_batch=False, on_event=None)
-        at_once = msgspec.structs.replace(parts.policy, settle_s=0.0, consequence_s=0.0)
+        at_once = msgspec.structs.replace(parts.policy, settle_s=0.0, consequence_s=0.0, quiet_s=0.0)
         return dataclasses.replace(parts, policy=at_once)
 
     secret = bytes.fromhex(run_dir.secret.read_text().strip())

@@ -14,22 +14,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast.reliability.catalogue import load_catalogue
+from outlast.reliability.cli.compose import make_policy
 from outlast.reliability.cli.root import start
 from outlast.reliability.decide import decide
 from outlast.reliability.model import Node, NodeState, OperatorAsked, Signal, SourceBlind, Swap, XidSeen
-from outlast.reliability.policy import Policy
 from outlast.reliability.replay_rows import Told, acts_of, differences
 from outlast.reliability.replaying import Fed, JobSpan, Replay, Setting
 from outlast.reliability.runfile import Limits
 
 DAY_S = 1_795_996_800.0  # 2026-11-30 00:00 UTC
 CONTROLLER = Path(__file__).parent.parent / "data" / "slurm" / "slurmctld-22.05-drain-down-requeue.log"
-POLICY = Policy(xid=load_catalogue().xid)
+POLICY = make_policy(load_catalogue(), Limits())
 
 
 def xid(code: int, node: str, at_s: float, gpu: str = "0000:3b:00") -> Fed:
@@ -119,11 +120,10 @@ def test_two_policies_differ_where_they_differ() -> None:
     feds = [xid(79, "n1", 10.0), xid(119, "n2", 500.0), xid(31, "n3", 900.0)]
     first = run(feds, nodes="n1 n2 n3 n4")
     assert differences(first, first) == ()
-    quiet = Replay(
-        Policy(xid=lambda code, text="": load_catalogue().xid(31 if code == 119 else code, text)),
-        Setting(),
-        nodes=(Node("n4"),),
+    milder = msgspec.structs.replace(
+        POLICY, xid=lambda code, text="": load_catalogue().xid(31 if code == 119 else code, text)
     )
+    quiet = Replay(milder, Setting(), nodes=(Node("n4"),))
     for fed in feds:
         quiet.feed(fed)
     found = differences(first, quiet.finish())
@@ -269,6 +269,16 @@ def test_a_line_without_a_node_is_told_not_guessed(tmp_path: Path, capsys: pytes
     assert start(["replay", "--kernel-log", str(path), "--json"]) == 0
     out = capsys.readouterr()
     assert json.loads(out.out)["nameless"] == 1 and f"{path}:1: the line names no node" in out.err
+
+
+def test_other_kernel_lines_count_as_they_do_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kern.log"
+    path.write_text(
+        "2026-11-30T00:10:00Z n1 kernel: nvidia-nvswitch2: SXid (PCI:0000:85:00.0): 20034, Fatal, Link 61 LTSSM\n"
+        "2026-11-30T00:20:00Z n2 kernel: Memory cgroup out of memory: Killed process 71 (python) total-vm:1kB\n"
+    )
+    [verdict] = replayed(capsys, "--kernel-log", path)["policies"][0]["verdicts"]
+    assert (verdict["node"], verdict["kind"], verdict["acts"]) == ("n1", "hardware_fault", ["drain", "restart"])
 
 
 def test_what_a_program_printed_is_no_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
