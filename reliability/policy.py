@@ -93,6 +93,8 @@ class Case(Noun, frozen=True, kw_only=True):
     policy: Policy
     excluded: frozenset[Node]
     """Nodes that are already convicted."""
+    barred: frozenset[Node] = frozenset()
+    """Nodes that were convicted before the present attempt was planned: no rank of it may be there."""
     target_steps: int = 0
     """The run's train_steps; 0 where exit 0 alone says that it is finished."""
 
@@ -124,6 +126,7 @@ def judge(
     rules: Iterable[Rule],
     target_steps: int = 0,
     stopped: bool = False,
+    barred: Set[Node] = frozenset(),
 ) -> Judgement:
     """The verdicts that this evidence supports and that are not known yet.
 
@@ -131,7 +134,7 @@ def judge(
     explanation of the same death (a hardware verdict about another node still counts). `stopped`: an earlier verdict
     has stopped the present attempt already.
     """
-    case = Case(evidence=evidence, now_s=now_s, policy=policy, excluded=frozenset(excluded), target_steps=target_steps)
+    case = Case(evidence=evidence, now_s=now_s, policy=policy, excluded=frozenset(excluded), barred=frozenset(barred), target_steps=target_steps)
     verdicts: list[Verdict] = []
     again: list[float] = []
     for rule in rules:

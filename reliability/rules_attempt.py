@@ -33,7 +33,7 @@ def misplaced(case: Case) -> Iterator[Finding]:
         return
     planned = {p.rank: p.node for p in now.plan.ranks}
     for rank, seen in now.placed.items():
-        if seen.node == planned.get(rank) and seen.node not in case.excluded:
+        if seen.node == planned.get(rank) and seen.node not in case.barred:
             continue
         yield Verdict(
             key=f"placement:{now.plan.attempt}",
@@ -41,7 +41,7 @@ def misplaced(case: Case) -> Iterator[Finding]:
             scope=Scope.RANK,
             rule="misplaced_rank",
             because=f"rank {rank} runs on {seen.node}, planned was {planned.get(rank)}"
-            + (", and that node is convicted" if seen.node in case.excluded else "")
+            + (", and that node is convicted" if seen.node in case.barred else "")
             + ": a fault of outlast, the attempt is stopped",
             confidence=Confidence.HIGH,
             rank=rank,
@@ -256,7 +256,8 @@ def _rerun(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
 
 def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
     gone = at.exit
-    before = next((f for f in reversed(case.evidence.past) if f.exit_code == 16), None)
+    # the question is the attempt's before this one: an older 16 was answered, or its answer was lost
+    before = case.evidence.past[-1] if case.evidence.past and case.evidence.past[-1].exit_code == 16 else None
     if gone.error_class == "instability" or "correct result" in gone.last_words.lower():
         return Verdict(
             key=f"exit:{now.plan.attempt}",

@@ -107,6 +107,12 @@ class RunState(Noun, frozen=True, kw_only=True):
         now = self.evidence.current
         return now is not None and self.must_stop == now.plan.attempt
 
+    @property
+    def barred(self) -> frozenset[Node]:
+        """Nodes that were convicted before the present attempt was planned."""
+        now = self.evidence.current
+        return frozenset(n for n, e in self.excluded.items() if now is not None and e.at_s < now.planned_s)
+
     def open(self, kind: type[m.Noun]) -> tuple[OpenAct, ...]:
         return tuple(a for a in self.open_acts.values() if isinstance(a.action, kind))
 

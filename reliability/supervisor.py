@@ -199,6 +199,7 @@ class Supervisor:
             excluded=set(self.state.excluded),
             rules=RULES,
             stopped=self.state.stopped,
+            barred=self.state.barred,
             target_steps=self.parts.run.train_steps,
         )
         self.again_at_s = judgement.again_at_s

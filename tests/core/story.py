@@ -186,6 +186,7 @@ class Story:
             excluded=set(self.state.excluded),
             rules=RULES,
             stopped=self.state.stopped,
+            barred=self.state.barred,
             target_steps=self.run.train_steps,
         )
 

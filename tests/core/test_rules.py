@@ -217,6 +217,17 @@ def test_a_rank_in_the_wrong_place_is_our_fault():
     assert verdict.kind is Kind.SOFTWARE_FAULT and verdict.stops and not verdict.convicts
 
 
+def test_a_rank_on_a_node_convicted_before_is_our_fault_and_one_convicted_meanwhile_is_not():
+    story = Story().train(through=12).durable(10)
+    story.see(m.RankPlaced(node=Node("a"), at_s=0, attempt=1, rank=m.Rank(0), pid=1))
+    story.see(m.NodeState(node=Node("a"), at_s=0, state="mixed", flags=("drain",), reason="ticket 5512"))
+    story.react()
+    assert story.verdicts() == (), "it may stay until the checkpoint"
+    story.end().later(1).train("ab", restore=10)
+    story.see(m.RankPlaced(node=Node("a"), at_s=0, attempt=2, rank=m.Rank(0), pid=1))
+    assert [v.rule for v in story.verdicts()] == ["misplaced_rank"]
+
+
 def test_a_hang_names_the_rank_that_waits_for_nobody():
     story = Story().train(through=12)
     story.see(
