@@ -212,7 +212,7 @@ def _line_row(out: Path, say: Callable[[str], None]) -> tuple[Row, list[Taken]]:
     place = out / "kernel-line"
     shutil.rmtree(place, ignore_errors=True)
     taken = measure_lines(place, INCIDENTS)
-    for name in ("agent_s", "seen_s", "judged_s", "durable_s"):
+    for name in ("agent_s", "seen_s", "judged_s", "durable_s", "disk_s"):
         values = [getattr(t, name) * 1e3 for t in taken]
         say(f"  {name.removesuffix('_s'):8} p50 {statistics.median(values):6.1f} ms  p99 {p99(values):6.1f} ms")
     return at_most(figure, "s", p99([t.durable_s for t in taken]), limit=0.1, target=target), taken

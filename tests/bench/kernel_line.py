@@ -42,6 +42,8 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict is written to the log: the signal's own fsync lies before it."""
     durable_s: float
     """The verdict's fsync is over too: the next event is written."""
+    disk_s: float = 0.0
+    """One fsync on the same disk right after it: on its way a line waits for two, behind those of the line before."""
 
 
 class LiveRun:
@@ -143,11 +145,23 @@ def measure_lines(place: Path, lines: int) -> list[Taken]:
         _first_heard(run)
         taken: list[Taken] = []
         for number in range(lines):
-            taken.append(one_line(run, number))
+            taken.append(msgspec.structs.replace(one_line(run, number), disk_s=one_fsync(place / "probe")))
             time.sleep(chance.uniform(0.0, 0.1))
         return taken
     finally:
         run.end()
+
+
+def one_fsync(path: Path) -> float:
+    """What the disk takes for one event's worth."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        began_s = time.perf_counter()
+        os.write(fd, b"x" * 400)
+        os.fsync(fd)
+        return time.perf_counter() - began_s
+    finally:
+        os.close(fd)
 
 
 def _first_heard(run: LiveRun) -> None:
