@@ -68,6 +68,8 @@ def list_leases(root: Path) -> dict[int, tuple[str, ...]]:
 def remove_checkpoint(ops: Ops, root: Path, train_step: int) -> bool:
     """Take one out of the way and delete it; False where a lease came in between, or it was gone already."""
     name = name_step(train_step)
+    if train_step in read_leases(root):
+        return False
     leaving, trash = root / f"{LEAVING}{name}", root / f"{TRASH}{name}.{os.getpid()}"
     try:
         ops.rename(root / name, leaving)

@@ -138,7 +138,8 @@ class Store:
     def lease(self, train_step: int, who: str) -> Path:
         """Keep this checkpoint from being pruned until release(); `who` names the holder, one lease each.
 
-        Raises NotWhole where it is not there (any more): look for another.
+        Raises NotWhole where it is not there (any more): look for another. A prune that was about to take it when the
+        lease came may hide it for a moment, and brings it back.
         """
         if not who or not all(c.isalnum() or c in "-_" for c in who):
             raise CheckpointError(f"lease: holder {who!r}: use letters, digits, '-' and '_'")
