@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -203,6 +206,22 @@ def test_ten_thousand_are_listed_in_bounded_time(say: Say, root: Path) -> None:
     began_s = time.monotonic()
     assert len(rows(root)) == 10_003
     assert time.monotonic() - began_s < 30
+
+
+@pytest.mark.slow
+def test_the_page_tells_how_to_verify_without_us(root: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    program = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "sys.argv" in block)
+
+    def run(step: int) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-I", "-c", program, str(root / name_step(step))]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+
+    flip(root / "iter_0000020" / SHARD)
+    flip(root / "iter_0000010" / "manifest.json")
+    assert run(30).returncode == 0
+    assert run(20).stderr == f"not whole: ['{SHARD}']\n"
+    assert run(10).returncode == 1
 
 
 # ---------------------------------------------------------------- what reads tensors
