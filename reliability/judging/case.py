@@ -16,7 +16,10 @@ import msgspec
 from outlast.reliability.judging.sources import Label, Src, read_label, read_time
 from outlast.reliability.model import Noun
 
-MAX_LINES: Final = 20_000
+MAX_LINES: Final = 5_000
+"""A case is an incident, not a log: what is beyond is not read, and that is said (`cut`)."""
+LABEL_CHARS: Final = 400
+LINE_CHARS: Final = 8_192
 RANKS_PER_NODE: Final = 8
 
 
@@ -57,6 +60,8 @@ class Case(Noun, frozen=True, kw_only=True):
     whole: bool = False
     """The input was one text, whose lines may belong together; else each item stands for itself."""
     context: Context = msgspec.field(default_factory=Context)
+    cut: bool = False
+    """There were more lines than are read."""
 
     @property
     def items(self) -> tuple[tuple[Line, ...], ...]:
@@ -81,22 +86,31 @@ def read_case(raw: object, where: str) -> Case:
         items.extend(i for i in given if isinstance(i, dict))
     else:
         raise CaseError(f"{where} ({raw['id']})", "input: expected a text or a list of {t, source, text}")
-    return Case(id=raw["id"], lines=_lines(items, past), whole=isinstance(given, str), context=_context(context))
+    lines = _lines(items, past)
+    return Case(
+        id=raw["id"],
+        lines=lines[:MAX_LINES],
+        whole=isinstance(given, str),
+        context=_context(context),
+        cut=len(lines) > MAX_LINES,
+    )
 
 
 def _lines(items: list[dict[str, Any]], past: int) -> tuple[Line, ...]:
     lines: list[Line] = []
     before_s: float | None = None
     for number, item in enumerate(items):
-        t, source, text = (str(item.get(k) or "") for k in ("t", "source", "text"))
+        t, source = (str(item.get(k) or "")[:LABEL_CHARS] for k in ("t", "source"))
         at_s = read_time(t, before_s)
         before_s = before_s if at_s is None else at_s
         # a list always has sources; one text alone is a paste, whose lines say themselves where they come from
         label = read_label(source, t) if "source" in item or "t" in item else Label(kind=Src.TEXT)
-        for row in text.splitlines() or [""]:
-            if len(lines) >= MAX_LINES:
+        for row in str(item.get("text") or "").splitlines() or [""]:
+            if len(lines) > MAX_LINES:
                 return tuple(lines)
-            lines.append(Line(id=len(lines) + 1, item=number, text=row, label=label, at_s=at_s, past=number < past))
+            lines.append(
+                Line(id=len(lines) + 1, item=number, text=row[:LINE_CHARS], label=label, at_s=at_s, past=number < past)
+            )
     return tuple(lines)
 
 

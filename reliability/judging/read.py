@@ -9,12 +9,11 @@ they are hearsay. A paste without sources is read as the logs that its lines loo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from outlast.reliability.classify import Reader, Reading
 from outlast.reliability.judging.case import Case, Line
 from outlast.reliability.judging.facts import Fact
-from outlast.reliability.judging.facts_run import Harmless, Note
+from outlast.reliability.judging.facts_run import Blind, Harmless, Note
 from outlast.reliability.judging.read_exporter import read_samples
 from outlast.reliability.judging.read_gpu import (
     is_kernel_kind,
@@ -29,8 +28,6 @@ from outlast.reliability.judging.read_saves import read_saves, read_storage
 from outlast.reliability.judging.read_slurm import read_names, read_slurm_line, read_transcript
 from outlast.reliability.judging.sources import Src
 from outlast.reliability.judging.tools import Tools
-
-LINE_CHARS: Final = 8192
 
 
 def read_facts(case: Case, tools: Tools) -> tuple[Fact, ...]:
@@ -48,12 +45,14 @@ def read_facts(case: Case, tools: Tools) -> tuple[Fact, ...]:
             facts += read_transcript(lines, tools)
         for line in lines:
             facts += read_line(line, reader, tools)
+    if case.cut:
+        facts.append(Blind(id=len(case.lines), why=f"only the first {len(case.lines)} lines were read"))
     return tuple(sorted(facts, key=lambda f: f.id))
 
 
 def read_line(line: Line, reader: Reader, tools: Tools) -> Iterator[Fact]:
     """The facts of one line; a Note where nothing is recognised."""
-    reading = reader.read(line.text[:LINE_CHARS]) if line.text.strip() else None
+    reading = reader.read(line.text) if line.text.strip() else None
     found = [*_machine(line, reading, tools), *read_notes(line)]
     if found:
         yield from found

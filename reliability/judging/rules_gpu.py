@@ -9,6 +9,7 @@ same unit of the same GPU shows it in one job after the other. The words of a li
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Final
@@ -341,11 +342,16 @@ def harmless(scene: Scene) -> Iterator[Finding]:
 
 def _incidents(faults: Sequence[GpuFault]) -> int:
     """Bursts, those of one class at one time on several nodes taken as one: they have one cause."""
-    separate: list[Burst] = []
+    count = 0
+    recent: deque[Burst] = deque()
     for burst in bursts(sorted(faults, key=lambda f: (f.at_s or 0.0, f.id))):
-        if not any(_one_cause(burst, other) for other in separate):
-            separate.append(burst)
-    return len(separate)
+        at_s = burst.first.at_s
+        while recent and at_s is not None and at_s - (recent[0].first.at_s or at_s) > QUIET_S:
+            recent.popleft()
+        if not any(_one_cause(burst, other) for other in recent):
+            count += 1
+            recent.append(burst)
+    return count
 
 
 def _one_cause(burst: Burst, other: Burst) -> bool:

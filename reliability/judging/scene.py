@@ -8,6 +8,7 @@ A return to service (a reset, a reboot) ends a burst: what comes back after it i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ QUIET_S: Final = 60.0
 """A pause longer than this ends a burst."""
 SAME_CAUSE_S: Final = 600.0
 """The same code on the same GPU within this is the same trouble still going on."""
+OPEN_BURSTS: Final = 8
+"""So many of a node's latest bursts may still go on."""
 MANY_NODES: Final = 3
 """A cause seen on this many nodes at once is not a node's fault (policy.py's many_nodes)."""
 
@@ -85,25 +88,40 @@ def _when(fact: Fact) -> tuple[float, int]:
 
 def bursts(faults: Sequence[GpuFault], returns: Sequence[Returned] = ()) -> tuple[Burst, ...]:
     """Faults in bursts. Where no times are known, all of one node is one burst."""
-    found: list[list[GpuFault]] = []
+    found: list[_Open] = []
+    nodes: dict[tuple[str | None, bool], list[_Open]] = {}
     for fault in faults:
-        home = next((b for b in reversed(found) if _joins(b, fault, returns)), None)
+        here = nodes.setdefault((fault.node, fault.past), [])
+        home = next((b for b in reversed(here[-OPEN_BURSTS:]) if b.takes(fault, returns)), None)
         if home is None:
-            found.append([fault])
-        else:
-            home.append(fault)
-    return tuple(Burst(b) for b in found)
+            home = _Open()
+            here.append(home)
+            found.append(home)
+        home.add(fault)
+    return tuple(Burst(b.faults) for b in found)
 
 
-def _joins(burst: Sequence[GpuFault], fault: GpuFault, returns: Sequence[Returned]) -> bool:
-    if burst[-1].node != fault.node or burst[-1].past != fault.past:
-        return False
-    same = [f for f in burst if (f.code, f.gpu) == (fault.code, fault.gpu)]
-    if any(_between(r, burst[-1], fault) for r in returns):
-        return False
-    if _pause(burst[-1], fault) <= QUIET_S:
-        return True
-    return bool(same) and _pause(same[-1], fault) <= SAME_CAUSE_S
+class _Open:
+    """A burst that may still go on."""
+
+    __slots__ = ("faults", "last")
+
+    def __init__(self) -> None:
+        self.faults: list[GpuFault] = []
+        self.last: dict[tuple[int, str | None], GpuFault] = {}
+
+    def add(self, fault: GpuFault) -> None:
+        self.faults.append(fault)
+        self.last[(fault.code, fault.gpu)] = fault
+
+    def takes(self, fault: GpuFault, returns: Sequence[Returned]) -> bool:
+        newest = self.faults[-1]
+        if any(_between(r, newest, fault) for r in returns):
+            return False
+        if _pause(newest, fault) <= QUIET_S:
+            return True
+        same = self.last.get((fault.code, fault.gpu))
+        return same is not None and _pause(same, fault) <= SAME_CAUSE_S
 
 
 def _between(returned: Returned, first: Fact, then: Fact) -> bool:
@@ -131,13 +149,21 @@ def nodes_of(facts: Iterable[Fact]) -> tuple[str, ...]:
 
 
 def near(facts: Sequence[Kind], window_s: float = QUIET_S) -> list[Kind]:
-    """The largest set of facts that lie within a window, from its first on; all where times are unknown."""
-    best: list[Kind] = []
-    for start in facts:
-        group = [f for f in facts if start.at_s is None or f.at_s is None or 0 <= f.at_s - start.at_s <= window_s]
-        if len(nodes_of(group)) > len(nodes_of(best)):
-            best = group
-    return best or list(facts)
+    """The facts of most nodes that lie within a window; all of them where a time is unknown."""
+    if any(f.at_s is None for f in facts):
+        return list(facts)
+    ordered = sorted(facts, key=_when)
+    best: tuple[int, int, int] = (0, 0, 0)
+    inside: Counter[str | None] = Counter()
+    first = 0
+    for last, fact in enumerate(ordered):
+        inside[fact.node] += 1
+        while _pause(ordered[first], fact) > window_s:
+            inside[ordered[first].node] -= 1
+            inside += Counter()  # drops what fell to nothing
+            first += 1
+        best = max(best, (len(inside), first, last + 1), key=lambda b: b[0])
+    return ordered[best[1] : best[2]]
 
 
 def place(fact: Fact, gpu: str | None = None, default: str = "") -> str:
