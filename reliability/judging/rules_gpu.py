@@ -25,6 +25,7 @@ from outlast.reliability.judging.scene import (
     ids,
     near,
     nodes_of,
+    pause,
     place,
     returns_between,
 )
@@ -345,8 +346,7 @@ def _incidents(faults: Sequence[GpuFault]) -> int:
     count = 0
     recent: deque[Burst] = deque()
     for burst in bursts(sorted(faults, key=lambda f: (f.at_s or 0.0, f.id))):
-        at_s = burst.first.at_s
-        while recent and at_s is not None and at_s - (recent[0].first.at_s or at_s) > QUIET_S:
+        while recent and pause(recent[0].first, burst.first) > QUIET_S:
             recent.popleft()
         if not any(_one_cause(burst, other) for other in recent):
             count += 1
@@ -357,8 +357,7 @@ def _incidents(faults: Sequence[GpuFault]) -> int:
 def _one_cause(burst: Burst, other: Burst) -> bool:
     if burst.first.node == other.first.node or not {f.class_ for f in burst} & {f.class_ for f in other}:
         return False
-    first, then = burst.first.at_s, other.first.at_s
-    return first is None or then is None or abs(first - then) <= QUIET_S
+    return pause(burst.first, other.first) <= QUIET_S
 
 
 def facts_of(faults: Sequence[GpuFault]) -> dict[str, object]:

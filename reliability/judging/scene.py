@@ -118,10 +118,10 @@ class _Open:
         newest = self.faults[-1]
         if any(_between(r, newest, fault) for r in returns):
             return False
-        if _pause(newest, fault) <= QUIET_S:
+        if pause(newest, fault) <= QUIET_S:
             return True
         same = self.last.get((fault.code, fault.gpu))
-        return same is not None and _pause(same, fault) <= SAME_CAUSE_S
+        return same is not None and pause(same, fault) <= SAME_CAUSE_S
 
 
 def _between(returned: Returned, first: Fact, then: Fact) -> bool:
@@ -132,7 +132,8 @@ def _between(returned: Returned, first: Fact, then: Fact) -> bool:
     )
 
 
-def _pause(first: Fact, then: Fact) -> float:
+def pause(first: Fact, then: Fact) -> float:
+    """Seconds between two facts; 0 where a time is unknown."""
     if first.at_s is None or then.at_s is None:
         return 0.0
     return abs(then.at_s - first.at_s)
@@ -158,7 +159,7 @@ def near(facts: Sequence[Kind], window_s: float = QUIET_S) -> list[Kind]:
     first = 0
     for last, fact in enumerate(ordered):
         inside[fact.node] += 1
-        while _pause(ordered[first], fact) > window_s:
+        while pause(ordered[first], fact) > window_s:
             inside[ordered[first].node] -= 1
             inside += Counter()  # drops what fell to nothing
             first += 1
