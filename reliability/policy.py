@@ -134,7 +134,14 @@ def judge(
     explanation of the same death (a hardware verdict about another node still counts). `stopped`: an earlier verdict
     has stopped the present attempt already.
     """
-    case = Case(evidence=evidence, now_s=now_s, policy=policy, excluded=frozenset(excluded), barred=frozenset(barred), target_steps=target_steps)
+    case = Case(
+        evidence=evidence,
+        now_s=now_s,
+        policy=policy,
+        excluded=frozenset(excluded),
+        barred=frozenset(barred),
+        target_steps=target_steps,
+    )
     verdicts: list[Verdict] = []
     again: list[float] = []
     for rule in rules:

@@ -16,6 +16,7 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_node.kernel_lines,
     rules_node.lost_agents,
     rules_node.gates,
+    rules_node.leftovers,
     rules_operator.drains,
     # then what only ends an attempt
     rules_attempt.misplaced,

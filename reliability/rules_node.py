@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from outlast.reliability.attempt import State
 from outlast.reliability.evidence import KernelFact, NodeFacts, XidFact, primary_exit
 from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
@@ -21,6 +22,10 @@ def convicting(case: Case, fact: XidFact) -> XidMeaning | None:
     """The catalogue's row if this line alone convicts, else None. An XID caused by an earlier one follows that one."""
     row = meaning(case, fact)
     return row if row.convicts and row.alone else None
+
+
+GATES_S = 5.0
+"""How long the first gate's fault waits for the other nodes' answers."""
 
 
 def meaning(case: Case, fact: XidFact) -> XidMeaning:
@@ -48,13 +53,15 @@ def _classes(case: Case, facts: NodeFacts) -> Iterator[tuple[int, float, str]]:
             yield line.seq, line.seen_s, other.class_
 
 
-def _reach(case: Case, class_: str) -> dict[Node, int]:
-    """Nodes on which the same class was seen within the burst time, each with its evidence."""
-    since = case.now_s - case.policy.burst_s
+def _reach(case: Case, class_: str, about_s: float) -> dict[Node, int]:
+    """Nodes on which the same class was seen within the burst time of `about_s`, each with its evidence.
+
+    Measured about the line itself, not about now: what was everybody's trouble stays that, however old it is.
+    """
     reached: dict[Node, int] = {}
     for facts in case.evidence.nodes.values():
         for seq, seen_s, other in _classes(case, facts):
-            if other == class_ and seen_s >= since:
+            if other == class_ and abs(seen_s - about_s) <= case.policy.burst_s:
                 reached.setdefault(facts.node, seq)
     return reached
 
@@ -115,7 +122,7 @@ def killed_for_memory(case: Case) -> Iterator[Finding]:
 
 def _wide(case: Case, fact: XidFact | KernelFact, class_: str, what: str) -> Finding | None:
     """Everybody's trouble, or too early to say that it is not; None where it is this node's alone."""
-    reached = _reach(case, class_)
+    reached = _reach(case, class_, fact.seen_s)
     if len(reached) >= _many(case):
         return _everywhere(case, class_, what, reached)
     due = fact.seen_s + case.policy.quiet_s
@@ -175,10 +182,9 @@ def _broken(case: Case, facts: NodeFacts, fact: KernelFact, row: LineMeaning) ->
 
 
 def _everywhere(case: Case, class_: str, what: str, reached: dict[Node, int]) -> Verdict:
-    attempt = case.evidence.current.plan.attempt if case.evidence.current else 0
     names = ", ".join(sorted(reached))
     return Verdict(
-        key=f"everywhere:{class_}:{attempt}",
+        key=f"everywhere:{class_}:{min(reached.values())}",
         kind=Kind.AMBIGUOUS,
         scope=Scope.EVERYTHING,
         rule="many_nodes_at_once",
@@ -285,24 +291,53 @@ def _lost(case: Case, facts: NodeFacts) -> Verdict:
 
 
 def gates(case: Case) -> Iterator[Finding]:
-    """The node gate found a proven fault, or something of an older attempt could not be removed."""
+    """The node gate found a proven fault, unless most nodes of the attempt show one: then it is none of theirs."""
+    now = case.evidence.current
+    if now is None:
+        return
+    answers = [f for n in now.plan.nodes if (f := case.evidence.node(n)).gate_seq > now.planned_seq and f.gate]
+    bad = [f for f in answers if f.gate is not None and f.gate.outcome is GateOutcome.FAULT]
+    if not bad:
+        return
+    due = now.state_s + GATES_S
+    if len(answers) < len(now.plan.nodes) and now.state is State.GATING and case.now_s < due:
+        yield Pending(again_at_s=due, why="what the gates of the other nodes say")
+    elif len(bad) >= 2 and 2 * len(bad) > len(answers):
+        yield Verdict(
+            key=f"gates:{now.plan.attempt}",
+            kind=Kind.AMBIGUOUS,
+            scope=Scope.EVERYTHING,
+            rule="most_gates",
+            because=f"{len(bad)} of {len(answers)} nodes did not pass their gate: a common cause, or the gate itself: "
+            + "; ".join(dict.fromkeys(text for f in bad if f.gate for text in f.gate.findings)),
+            stops=True,
+            evidence=tuple(f.gate_seq for f in bad),
+            rejected=(Rejected(alternative="each node", why="nodes do not break in the same way together"),),
+        )
+    else:
+        yield from (_gate(f) for f in bad)
+
+
+def _gate(facts: NodeFacts) -> Verdict:
+    assert facts.gate is not None  # chosen by the caller
+    return Verdict(
+        key=f"gate:{facts.node}:{facts.gate_seq}",
+        kind=Kind.HARDWARE_SUSPECT,
+        scope=Scope.NODE,
+        rule="gate",
+        because=f"{facts.node} did not pass its gate: " + "; ".join(facts.gate.findings),
+        confidence=Confidence.HIGH,
+        node=facts.node,
+        convicts=True,
+        stops=True,
+        evidence=(facts.gate_seq,),
+    )
+
+
+def leftovers(case: Case) -> Iterator[Finding]:
+    """Something of an older attempt could not be removed from a node: it is not used again."""
     for facts in case.evidence.nodes.values():
-        gate, unclear = facts.gate, facts.unclear
-        if gate is not None and gate.outcome is GateOutcome.FAULT and facts.gate_seq > facts.joined_seq:
-            now = case.evidence.current
-            gating = now is not None and now.plan.attempt == gate.attempt and facts.node in now.plan.nodes
-            yield Verdict(
-                key=f"gate:{facts.node}:{facts.gate_seq}",
-                kind=Kind.HARDWARE_SUSPECT,
-                scope=Scope.NODE,
-                rule="gate",
-                because=f"{facts.node} did not pass its gate: " + "; ".join(gate.findings),
-                confidence=Confidence.HIGH,
-                node=facts.node,
-                convicts=True,
-                stops=gating,
-                evidence=(facts.gate_seq,),
-            )
+        unclear = facts.unclear
         if unclear is not None and facts.unclear_seq > facts.joined_seq:
             yield Verdict(
                 key=f"unclear:{facts.node}:{facts.unclear_seq}",

@@ -248,6 +248,30 @@ def test_a_node_that_fails_its_gate_is_swapped():
     assert verdict.convicts and not verdict.drains and "/dev/shm" in verdict.because
 
 
+def test_a_gate_that_most_nodes_fail_blames_none():
+    story = Story().plan("ab")
+    from outlast.reliability.attempt import Event
+
+    story.move(Event.GATE_ASKED)
+    fault = {"at_s": 0, "attempt": 1, "outcome": m.GateOutcome.FAULT, "findings": ("/dev/shm is too small",)}
+    story.see(m.GateSeen(node=Node("a"), **fault))
+    assert story.verdicts() == (), "the other gate has not answered yet"
+    story.see(m.GateSeen(node=Node("b"), **fault))
+    verdict = story.verdict()
+    assert verdict.kind is Kind.AMBIGUOUS and not verdict.convicts and verdict.stops
+
+
+def test_what_was_everybodys_trouble_stays_that_however_old_it_is():
+    story = Story("abcdef").train(through=12)
+    for node in "abcd":
+        story.xid(node, 79)
+    assert [type(a) for a in story.react()] == [m.LeaveIt]
+    story.later(500).xid("f", 31)
+    assert not any(v.convicts for v in story.later(5).verdicts())
+    story.xid("a", 95)
+    assert [v.node for v in story.verdicts() if v.convicts] == ["a"], "what is its own still counts"
+
+
 def test_exit_0_before_the_target_is_not_finished():
     story = Story().train(through=12)
     for rank in range(4):
