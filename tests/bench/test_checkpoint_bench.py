@@ -29,11 +29,9 @@ def make_detail(ours_lost_s: float) -> Detail:
 
 def test_each_figure_is_held_to_the_limit_and_to_the_best_peer() -> None:
     rows = {row.figure: row for row in judge(make_detail(1.05))}
-    assert all(row.met for row in rows.values()), [row.figure for row in rows.values() if not row.met]
+    assert not [row.figure for row in rows.values() if row.missed]
     assert rows["lost training time against the limit"].ratio == 1.05
     assert rows["lost training time"].peers == {"DCP save": 9.0, "DCP async thread": 5.0}
-    assert rows["peak extra memory"].ours == 1.0
-    assert rows["peak extra memory beside asynchronous peers"].peers == {"DCP async thread": 3.0}
 
 
 def test_a_miss_is_a_miss() -> None:
@@ -42,6 +40,6 @@ def test_a_miss_is_a_miss() -> None:
 
 
 def test_the_table_names_who_did_not_run() -> None:
-    table = _table("title", make_detail(1.0).samples, [])
+    table = _table("title", make_detail(1.0).samples)
     assert "does not run here: ImportError: no" in table
     assert "outlast, overlapped" in table
