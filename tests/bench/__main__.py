@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.bench.rows import Row, render
 
-BENCHES = ("restart", "evidence")
+BENCHES = ("checkpoint", "restart")
 OUT = Path("build/bench")
 
 
