@@ -15,7 +15,7 @@ PIP_TORCH ?=
 SOURCES := $(shell git ls-files 'outlast/*' 'reliability/*' 'monitors/*' 'slurm/*' 'launchers/*' 'checkpoint/*') setup.cfg pyproject.toml
 PYTEST := $(VENV)/bin/pytest -q -p no:cacheprovider
 
-.PHONY: demo test test-long check bench test-megatron-lm system wheel clean
+.PHONY: mutants demo test test-long check bench test-megatron-lm system wheel clean
 
 demo: wheel
 	$(VENV)/bin/outlast demo
@@ -32,6 +32,10 @@ test: system check
 test-long: system wheel
 	$(PYTEST) -m "long"
 	OUTLAST_HYPOTHESIS=search $(PYTEST) -n 2 -m "not slow and not slurm and not megatron and not long and not megatron_lm"
+
+# judging and deciding broken on purpose, in copies of the tree: each time a test must turn red
+mutants: wheel
+	$(VENV)/bin/python tests/mutants/run.py
 
 # needs OUTLAST_MEGATRON_LM: a work tree of Megatron-LM core_v0.16.1
 test-megatron-lm: wheel

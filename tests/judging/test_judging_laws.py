@@ -28,12 +28,13 @@ RANK_LINES = (
 )
 
 
-def line(second: float, node: str, gpu: str, code: int, pid: int = 7) -> dict[str, str]:
+def line(second: float, node: str, gpu: str, code: int, pid: int | None = 7) -> dict[str, str]:
     minutes, seconds = divmod(second, 60)
+    process = "pid='<unknown>', name=<unknown>" if pid is None else f"pid={pid}, name=p"
     return {
         "t": f"10:{int(minutes):02d}:{seconds:06.3f}",
         "source": f"kernel {node}",
-        "text": f"NVRM: Xid (PCI:{gpu}): {code}, pid={pid}, name=p, Ch 8",
+        "text": f"NVRM: Xid (PCI:{gpu}): {code}, {process}, Ch 8",
     }
 
 
@@ -46,7 +47,8 @@ def judged(items: list[dict[str, str]]) -> Any:
 
 
 seconds = st.floats(0, 50)
-program = st.builds(line, seconds, st.sampled_from(NODES), st.sampled_from(GPUS), st.sampled_from(PROGRAM))
+pids = st.none() | st.integers(1, 9)
+program = st.builds(line, seconds, st.sampled_from(NODES), st.sampled_from(GPUS), st.sampled_from(PROGRAM), pids)
 hardware = st.builds(line, seconds, st.sampled_from(NODES), st.sampled_from(GPUS), st.sampled_from(HARDWARE))
 rank = st.builds(said, seconds, st.integers(0, 63), st.sampled_from(RANK_LINES))
 
