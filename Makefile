@@ -15,7 +15,7 @@ PIP_TORCH ?=
 SOURCES := $(shell git ls-files 'outlast/*' 'reliability/*' 'monitors/*' 'slurm/*' 'launchers/*' 'checkpoint/*') setup.cfg pyproject.toml
 PYTEST := $(VENV)/bin/pytest -q -p no:cacheprovider
 
-.PHONY: mutants demo test test-long check bench test-megatron-lm system wheel clean
+.PHONY: mutants demo test test-long check bench bench-checkpoint test-megatron-lm system wheel clean
 
 demo: wheel
 	$(VENV)/bin/outlast demo
@@ -43,6 +43,10 @@ test-megatron-lm: wheel
 
 bench: wheel
 	$(VENV)/bin/python -m tests.bench
+
+# saves and loads beside every peer; BENCH_CHECKPOINT_MB=512 for a smaller state
+bench-checkpoint: wheel
+	$(VENV)/bin/python -m tests.bench checkpoint
 
 wheel: $(VENV)/.wheel
 
