@@ -22,7 +22,7 @@ from outlast.reliability.evidence import (
 from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding, Pending
 
-_CHECKPOINT_ERRORS = ("CheckpointError", "CheckpointingException", "CheckpointException")
+_CHECKPOINT_ERRORS = ("CheckpointError", "NotWhole", "CheckpointingException", "CheckpointException")
 _NO_HARDWARE = Rejected(alternative="hardware", why="no kernel line blames a node of this attempt")
 
 
