@@ -95,7 +95,8 @@ def old_lines(scene: Scene) -> Iterator[Finding]:
 def many_nodes(scene: Scene) -> Iterator[Finding]:
     """One hardware class on many nodes at once is their common cause; no node is taken out for it."""
     for class_ in sorted(HARDWARE | {"gsp_fault", "gpu_hang"}):
-        group = near([f for f in scene.faults if f.class_ == class_ and not f.injected and not f.past])
+        own = [f for f in scene.faults if f.class_ == class_ and f.action.startswith("drain")]
+        group = near([f for f in own if not f.injected and not f.past])
         reached = nodes_of(group)
         if len(reached) >= MANY_NODES:
             domain = _one_domain(scene, reached)
@@ -140,8 +141,8 @@ def hardware(scene: Scene) -> Iterator[Finding]:
 
 
 def _quiet(scene: Scene, fault: GpuFault) -> bool:
-    """Of a hardware class, and yet not enough: contained, or link bits that count only when they come back."""
-    if fault.code == CONTAINED and fault.switch is None:
+    """Of a hardware class, and yet not enough: by the catalogue, or link bits that count only when repeated."""
+    if not fault.action.startswith("drain"):
         return True
     if fault.code != NVLINK or not fault.bits:
         return False

@@ -400,3 +400,17 @@ def test_a_case_that_cannot_be_read_names_its_line(line: bytes, said: str) -> No
 
     with pytest.raises(CaseError, match=r"here:2.*" + said):
         list(judge_lines([b"\n", line], told.TOOLS, where="here"))
+
+
+def test_a_sites_rows_change_what_a_code_does(tmp_path) -> None:
+    from outlast.reliability.cli.judge_io import make_tools
+    from outlast.reliability.judging.case import read_case
+    from outlast.reliability.judging.judge import judge_case
+
+    rows = tmp_path / "rows.yaml"
+    rows.write_text("xids:\n  94: {action: drain_reset, drains: true}\n  79: {action: watch, drains: false}\n")
+    site = make_tools(rows)
+    for code, ours, theirs in ((94, "restart_in_place", "drain_restart_spare"), (79, "drain_restart_spare", "log")):
+        case = {"id": "r", "input": XID + f"{code}, pid=2, name=p, Ch 8"}
+        assert told.judged(case).action == ours
+        assert judge_case(read_case(case, "r"), site).action == theirs
