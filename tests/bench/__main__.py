@@ -21,7 +21,9 @@ OUT = Path("build/bench")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Ours beside the peers', in one run.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(BENCHES)} [default: restart evidence]")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which: {', '.join(BENCHES)} [default: restart evidence]"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="times that each is measured; the median counts")
     asked = parser.parse_args()
     unknown = sorted(set(asked.names) - set(BENCHES))
