@@ -46,6 +46,8 @@ class GpuFault(Fact, frozen=True, kw_only=True):
     fatal: bool | None = None
     switch: int | None = None
     """NVSwitch index, for an SXid."""
+    run: str = ""
+    """Which job or try, where the source says it."""
     uptime_s: float | None = None
     """Seconds since boot, as the record is stamped."""
     unrecognised: bool = False

@@ -77,7 +77,9 @@ class MemoryShort(Fact, frozen=True, kw_only=True):
 
 
 class Refused(Fact, frozen=True, kw_only=True):
-    """The scheduler, or a tool of its, refused or did not answer: missing | unreachable | impossible."""
+    """The scheduler or a tool of its refused or did not answer: missing | unreachable | impossible | unknown_job.
+
+    `submitted` is the other answer: a job that was taken just now."""
 
     why: str
     tool: str = ""

@@ -64,6 +64,7 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_slurm.memory,
     rules_slurm.ends,
     rules_slurm.refusals,
+    rules_queue.unknown_jobs,
     rules_queue.lost_nodes,
     rules_saves.writes,
     rules_saves.incomplete,

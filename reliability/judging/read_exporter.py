@@ -18,6 +18,7 @@ from outlast.reliability.judging.sources import Src
 _SAMPLE: Final = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]{2,120})(\{.{0,4000}?\})?\s+(\S.{0,200})$")
 _EMPTY: Final = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]{2,120})(\{.{0,4000}\})\s*$")
 _LABEL: Final = re.compile(r'([A-Za-z_][A-Za-z0-9_]{0,80})="((?:[^"\\]|\\.){0,400})"')
+_LABEL_XID: Final = re.compile(r'\b[xX][iI][dD]="([0-9]{1,4})"')
 _GONE: Final = re.compile(r"\bno ((?:DCGM|dcgm)_[A-Za-z0-9_]{3,80}(?:, ?(?:DCGM|dcgm)_[A-Za-z0-9_]{3,80}){0,40})")
 _NO_SERIES: Final = re.compile(r"\bnone for gpu ([0-9]{1,3})\b", re.IGNORECASE)
 _NAMES: Final = re.compile(r"^(?:DCGM_|dcgm_)")
@@ -73,6 +74,11 @@ def _is_number(text: str) -> bool:
 def _sample(line: Line, metric: str, labels: str, rest: str) -> Iterator[Fact]:
     value = float(rest.split()[0]) if _is_number(rest) else None
     sample = _make(line, metric, labels, value)
+    counted = _LABEL_XID.search(labels)
+    if value and counted and metric.upper().endswith("XID_ERRORS_COUNT"):
+        # the counter of a window names the code in a label; read as the gauge would show it
+        yield _make(line, f"{metric[: -len('_COUNT')]}", labels, float(counted[1]))
+        return
     yield sample
     if sample.kept and value is not None and "REASONS" in sample.metric and 0 <= value < 1 << 20:
         yield PowerLooked(id=line.id, at_s=sample.at_s, node=sample.node, gpu=sample.gpu, mask=int(value))

@@ -17,7 +17,7 @@ from outlast.reliability.classify import Reading, row_of
 from outlast.reliability.judging.case import Line
 from outlast.reliability.judging.facts import DiagRow, Fact, GpuFault, GpuLooked, HostFault, PowerLooked, Unanswered
 from outlast.reliability.judging.facts_run import Returned
-from outlast.reliability.judging.sources import clock_seconds
+from outlast.reliability.judging.sources import Src, clock_seconds
 from outlast.reliability.judging.tools import Tools
 
 KERNEL_KINDS: Final = frozenset(
@@ -34,7 +34,7 @@ _CLEAN: Final = re.compile(
 )
 _LEFTOVER: Final = re.compile(
     r"\b(?:process|pid|task)\S{0,12} .{0,60}\b(?:state D|D state|D-state|<defunct>|zombie|unkillable)"
-    r"|\b[1-9][0-9]{2,6} ?MiB (?:still )?(?:used|in use)|uninterruptible",
+    r"|\b[1-9][0-9]{2,6} ?MiB (?:still )?(?:used|in use)|uninterruptible|^\s*[0-9]{2,8} +D[sl<N+]{0,4} +\S",
     re.IGNORECASE,
 )
 _GPU_RESET: Final = re.compile(r"\bGPU \S{1,24} was successfully reset|\breset(?: of GPU)? (?:done|succeeded)", re.I)
@@ -48,6 +48,9 @@ _HOST_ENGINE: Final = re.compile(
     r"(?:[Hh]ost ?[Ee]ngine|nv-hostengine|dcgm-exporter|DCGM).{0,120}(?:not valid|unreachable|timed? ?out|not running"
     r"|[Ff]ailed to (?:collect|init)|connection (?:is |was )?(?:lost|refused))"
     r"|\bcontext deadline exceeded\b|\bscrape.{0,40}(?:timed out|timeout)",
+)
+_NO_PAGE: Final = re.compile(
+    r"\bconnection refused\b|\btimed? ?out\b|\bHTTP 5[0-9]{2}\b|\bno (?:data|page|answer)\b", re.I
 )
 _DOWN: Final = re.compile(r"^up(?:\{.{0,400}\})? 0$")
 _RISING: Final = re.compile(r"\b(?:error )?counters? (?:are )?rising\b|\bcounters? (?:rise|went up|increas)", re.I)
@@ -108,6 +111,7 @@ def _gpu_fault(line: Line, reading: Reading, tools: Tools) -> GpuFault:
         bits=detail.registers[0] if detail and detail.registers else 0,
         fatal=detail.fatal if detail else None,
         switch=detail.switch if detail else None,
+        run=line.label.run,
         uptime_s=kernel.uptime_s,
         unrecognised=bool(_UNRECOGNISED.search(line.text)),
     )
@@ -179,6 +183,8 @@ def read_looks(line: Line) -> Iterator[Fact]:
     hung = _HUNG_TOOL.search(text)
     only = _ONLY_NODE.search(text)
     engine = _HOST_ENGINE.search(text) or _DOWN.match(text.strip())
+    if line.label.kind is Src.EXPORTER and _NO_PAGE.search(text):
+        engine = _NO_PAGE.search(text)
     if hung or only or engine or _RISING.search(text):
         yield Unanswered(
             **at,
@@ -193,6 +199,7 @@ def read_looks(line: Line) -> Iterator[Fact]:
 
 _ROW: Final = re.compile(r"^\s{0,8}\|([^|]{1,60})\|([^|]{1,400})\|?\s*$")
 _CELL: Final = re.compile(r"\b(Pass|Fail|Skip|Warn)\b(?: {0,3}- {0,3}GPUs?: ?([0-9, ]{1,120}))?")
+_HEALTH: Final = re.compile(r"^(?:Overall Health|-> ?([0-9]{1,3}))$")
 _CELL4: Final = re.compile(r"\bGPU ?([0-9]{1,3}): (Pass|Fail|Skip|Warn)")
 
 
@@ -205,6 +212,14 @@ def read_diag_table(lines: Iterable[Line]) -> Iterator[Fact]:
         if not m:
             continue
         name, cell = m[1].strip(), m[2].strip()
+        health = _HEALTH.match(name)
+        if health and cell in ("Failure", "Healthy"):
+            # `dcgmi health`: one row for all, then one a GPU
+            _, failed, passed, _ = found.get("health", (line.id, set(), False, False))
+            failed = failed | {int(health[1])} if health[1] and cell == "Failure" else failed
+            bare = cell == "Failure" and not failed
+            found["health"] = (line.id, failed, passed or cell == "Healthy", bare)
+            continue
         for word, gpus in _results(cell):
             test = name or test
             first, failed, passed, bare = found.get(test, (line.id, set(), False, False))

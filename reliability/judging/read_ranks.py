@@ -40,7 +40,10 @@ _HEARTBEAT: Final = re.compile(
     r"watchdog got stuck for|[Hh]eartbeat monitor timed out|without making progress in monit"
 )
 _DUMP: Final = re.compile(r"dump signal|signal dumping|Observed flight recorder")
-_BARRIER: Final = re.compile(r"[Rr]ank ([0-9]{1,7}) failed to pass monitoredBarrier|missing ranks?:? ?\[?([0-9]{1,7})")
+_BARRIER: Final = re.compile(
+    r"[Rr]ank ([0-9]{1,7}) failed to pass monitoredBarrier"
+    r"|[Mm]issing ranks?:? ?[\[{(]?([0-9]{1,7}(?:, ?[0-9]{1,7}){0,64})"
+)
 _BEHIND: Final = re.compile(r"\brank ([0-9]{1,7})\b.{0,80}\bbehind\b")
 _MISMATCH: Final = re.compile(
     r"(?:SIZE_OR_SYNTAX|COLLECTIVE_TYPE|COLLECTIVE_DTYPE|COLLECTIVE_STATE|FULLY_)\w{0,20}(?:MISMATCH|MATCH)?"
@@ -146,11 +149,10 @@ def _waited(line: Line, node: str | None) -> Waited:
 def read_missing(line: Line) -> Iterator[Fact]:
     """A rank that is named as missing or behind by a tool that asked all of them."""
     barrier, behind = _BARRIER.search(line.text), _BEHIND.search(line.text)
-    m = barrier or behind
-    if m:
-        rank = int(m[1] or m[2]) if barrier else int(m[1])
-        how = "barrier" if barrier else "behind"
-        yield Missing(**where(line, node_of(line, None)), rank=rank, run=line.label.run, how=how)
+    told = (barrier[1] or barrier[2]) if barrier else behind[1] if behind else ""
+    how = "barrier" if barrier else "behind"
+    for rank in re.findall(r"[0-9]{1,7}", told):
+        yield Missing(**where(line, node_of(line, None)), rank=int(rank), run=line.label.run, how=how)
 
 
 def _net(line: Line) -> Iterator[Fact]:

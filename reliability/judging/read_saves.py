@@ -41,7 +41,13 @@ _LOAD: Final = (
             r"|is truncated"
         ),
     ),
-    ("missing_file", re.compile(r"metadata is None|FileNotFoundError: .{0,80}No such file or directory: .?\S{0,200}")),
+    (
+        "missing_file",
+        re.compile(
+            r"metadata is None|is not a distributed checkpoint"
+            r"|FileNotFoundError: .{0,80}No such file or directory: .?\S{0,200}"
+        ),
+    ),
 )
 _LOADING: Final = re.compile(
     r"\b(?:load|loading|resume|restor|ckpt|checkpoint|iter_|step_|\.distcp|\.pt|\.safetensors)"

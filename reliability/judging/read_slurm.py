@@ -62,7 +62,7 @@ _PLAIN_ROW: Final = re.compile(
 )
 _CHECK_TIMED_OUT: Final = re.compile(r"timed out|timeout|[Ww]atchdog timer", re.IGNORECASE)
 _PROLOG: Final = re.compile(
-    r"error: (?:prolog|epilog)\b|[Pp]rolog (?:error|failure|failed)|_run_prolog.{0,80}(?:fail|stat)"
+    r"error: (?:prolog|epilog)\b|[Pp]rolog (?:error|failure|failed|timed out|hung)|_run_prolog.{0,80}(?:fail|stat)"
 )
 _HELD: Final = re.compile(r"launch failed requeued held|launch_failed_requeued_held|JobHoldMaxRequeue", re.IGNORECASE)
 _JOB_ON: Final = re.compile(r"\b(?:BatchHost|NodeList)=(?!\(null\))([A-Za-z][A-Za-z0-9_.,\[\]-]{0,255})")
@@ -80,6 +80,8 @@ _IMPOSSIBLE: Final = re.compile(
     r"Requested node configuration is not available|Invalid node name specified|Batch job submission failed: "
     r"(?!Socket|Unable)|Invalid (?:partition|account|qos|generic resource)|Required node not available"
 )
+_SUBMITTED: Final = re.compile(r"\bSubmitted batch job [0-9]{1,12}")
+_MAINTENANCE: Final = re.compile(r"\bReservationName=\S{1,100}.{0,400}\bFlags=\S{0,200}MAINT")
 _NOT_QUEUED: Final = re.compile(
     r"\bnot (?:RUNNING|PENDING|queued|running)(?: or| nor|,)? ?(?:SCHEDULED|PENDING|RUNNING|queued|running)?\b"
     r"|\bno (?:successor|job) (?:is )?(?:queued|pending|submitted)",
@@ -93,6 +95,7 @@ _NHC_HANDS_OFF: Final = re.compile(r"Not onlining .{1,255}: .{0,40}non-NHC reaso
 _NHC_MARKING: Final = re.compile(r"node-mark-offline: {1,3}Marking drain (\S{1,255}) offline: {1,3}(.{1,200})")
 _NHC_FAILED: Final = re.compile(r"nhc: {1,3}Health check failed: {1,3}(.{1,300})", re.IGNORECASE)
 
+_NO_NAMES: Final = ("(null)", "None assigned")
 _BARE_LIST: Final = re.compile(r"^[A-Za-z0-9_.\[\],-]{1,4000}$")
 _LISTISH: Final = re.compile(r"[\[\]]|^[A-Za-z][A-Za-z0-9_.-]{0,62}(?:,[A-Za-z][A-Za-z0-9_.-]{0,62})+$")
 _STATE_WORDS: Final = """
@@ -247,6 +250,10 @@ def _refusals(line: Line) -> Iterator[Fact]:
         yield Refused(**where(line), why="unreachable")
     elif _IMPOSSIBLE.search(line.text):
         yield Refused(**where(line), why="impossible")
+    elif "Invalid job id specified" in line.text:
+        yield Refused(**where(line), why="unknown_job")
+    elif _SUBMITTED.search(line.text):
+        yield Refused(**where(line), why="submitted")
 
 
 def _wills(line: Line) -> Iterator[Fact]:
@@ -259,6 +266,8 @@ def _wills(line: Line) -> Iterator[Fact]:
     elif failed or text.startswith(("NHC:", "nhc:")):
         said = failed[1] if failed else text
         yield CheckFailed(**where(line), check=said[:200], timed_out=bool(_CHECK_TIMED_OUT.search(said)))
+    if _MAINTENANCE.search(text):
+        yield Will(**where(line), what="maintenance", note=text[:200])
     killed = _KILLED_BY.search(text)
     if killed:
         yield Will(**where(line), what="cancel", note=killed[1])
@@ -270,9 +279,9 @@ def _wills(line: Line) -> Iterator[Fact]:
 def read_names(lines: Sequence[Line], tools: Tools) -> Iterator[Fact]:
     """Lines that are nothing but host lists; only where all of a text is such lines."""
     rows = [line for line in lines if line.text.strip()]
-    if not rows or not all(_BARE_LIST.match(row.text.strip()) for row in rows):
+    if not rows or not all(_BARE_LIST.match(row.text.strip()) or row.text.strip() in _NO_NAMES for row in rows):
         return
-    if not any(_LISTISH.search(row.text.strip()) for row in rows):
+    if not any(_LISTISH.search(row.text.strip()) or row.text.strip() in _NO_NAMES for row in rows):
         return
     for row in rows:
         text = row.text.strip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from outlast.reliability.judging.facts_run import CheckFailed, GpusShort, JobListed, NodeGone
+from outlast.reliability.judging.facts_run import CheckFailed, GpusShort, JobListed, NodeGone, Refused
 from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
 from outlast.reliability.model import Kind
@@ -36,6 +36,7 @@ _STATES: Final[Mapping[str, tuple[Kind, Act, str]]] = {
     "BOOT_FAIL": (Kind.INFRA_EVENT, Act.SPARE, "a node of the job did not boot"),
     "OUT_OF_MEMORY": (Kind.APP_FAULT, Act.STOP, "the job used more memory than its limit"),
     "CANCELLED": (Kind.OPERATOR_ACTION, Act.NONE, "the job was cancelled: a person's will"),
+    "COMPLETING": (Kind.TRANSIENT, Act.WAIT, "the job is ending"),
     "FAILED": (Kind.APP_FAULT, Act.RESTART, "the job ended with an error of its own"),
 }
 
@@ -135,6 +136,24 @@ def job_state(scene: Scene) -> Iterator[Finding]:
             culprit=job.nodes[0] if verdict is Kind.INFRA_EVENT and len(job.nodes) == 1 else None,
             evidence=ids(jobs),
             checks={"state": job.state},
+        )
+
+
+def unknown_jobs(scene: Scene) -> Iterator[Finding]:
+    """A job that the queue does not know: too new, or long gone."""
+    answers = scene.seen(Refused)
+    unknown = [r for r in answers if r.why == "unknown_job"]
+    if unknown and not scene.seen(JobListed):
+        fresh = any(r.why == "submitted" for r in answers)
+        yield Finding(
+            verdict=Kind.NO_FAULT if fresh else Kind.AMBIGUOUS,
+            action=Act.WAIT,
+            rule="job_not_known",
+            why="a job that was just submitted is not listed yet: ask again"
+            if fresh
+            else "the queue does not know the job: ask accounting, within its lag, before anything is started",
+            evidence=ids(answers),
+            rejected=(lost("the job ended", "one source that does not know it is no end"),),
         )
 
 

@@ -116,6 +116,8 @@ class _Open:
 
     def takes(self, fault: GpuFault, returns: Sequence[Returned]) -> bool:
         newest = self.faults[-1]
+        if newest.run != fault.run:
+            return False  # another job is another incident
         if any(_between(r, newest, fault) for r in returns):
             return False
         if pause(newest, fault) <= QUIET_S:

@@ -51,7 +51,7 @@ _DOMAIN: Final = re.compile(r"\b(?:domains?|racks?|rows?) ([A-Za-z]{0,8}[0-9]{1,
 _OF_DOMAIN: Final = re.compile(r"\b(\d{1,5}) (?:other )?nodes? of ([A-Za-z][A-Za-z0-9_-]{0,40})")
 _RANKS: Final = re.compile(r"\b(?:ranks?|tasks?|workers?) ([0-9]{1,7})(?:-([0-9]{1,7}))?")
 _NODES: Final = re.compile(r"\b([0-9]{1,6}) (?:different |other |more )?(?:nodes|hosts|machines)\b")
-_RUN: Final = re.compile(r"\b(run|try|attempt|job|restart) ?#?([0-9]{1,9}|[A-Z])\b", re.IGNORECASE)
+_RUN: Final = re.compile(r"\b(run|try|attempt|job|restart|day|week) ?#?([0-9]{1,9}|[A-Z])\b", re.IGNORECASE)
 _NO_NODE: Final = frozenset({"the", "all", "any", "every", "each", "a", "one", "both", "array"})
 
 
@@ -69,7 +69,7 @@ class Label(Noun, frozen=True, kw_only=True):
     same_nodes: bool = False
     """It says that these are the nodes of the item before."""
     run: str = ""
-    """The run, try or job that it speaks of; two sources without one are told apart by their words."""
+    """The run, try, job or day that it speaks of; '' where it does not say."""
 
 
 def read_label(source: str, t: str = "") -> Label:
@@ -100,7 +100,7 @@ def read_label(source: str, t: str = "") -> Label:
 
 def _run_of(source: str, t: str) -> str:
     told = _RUN.search(t) or _RUN.search(source)
-    return f"{told[1].lower()} {told[2]}" if told else source
+    return f"{told[1].lower()} {told[2]}" if told else ""
 
 
 def _node_of(source: str, words: list[str], kind: Src) -> str | None:
@@ -164,9 +164,10 @@ def read_time(text: str, before_s: float | None = None) -> float | None:
     clock, date = clock_seconds(text), _DATE.search(text)
     if date:
         return _MONTHS[date[1]] * 31 * _DAY_S + int(date[2]) * _DAY_S + (clock or 0.0)
-    if clock is None:
-        return None
     day = _WEEKDAY.search(text)
+    if clock is None and day is None:
+        return None
+    clock = clock or 0.0
     if day:
         clock += ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun").index(day[1]) * _DAY_S
     # past midnight: the clock alone would run half a day backwards

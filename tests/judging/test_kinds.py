@@ -279,6 +279,8 @@ KINDS: list[tuple[str, Any, str, str]] = [
         "drain_restart_spare",
     ),
     ("waits for its turn", "JobId=7 JobState=PENDING Reason=Priority", "scheduler_event", "wait"),
+    ("just submitted", "Submitted batch job 7\nslurm_load_jobs error: Invalid job id specified", "no_fault", "wait"),
+    ("a window", "ReservationName=m1 StartTime=x Duration=1 Flags=MAINT,IGNORE_JOBS", "operator_action", "none"),
     ("held", "JobId=7 JobState=PENDING Reason=JobHoldMaxRequeue", "software_fault", "stop_page"),
     (
         "left behind after a kill",
@@ -349,6 +351,44 @@ KINDS: list[tuple[str, Any, str, str]] = [
 
 @pytest.mark.parametrize(("kind", "given", "verdict", "action"), KINDS, ids=[k[0] for k in KINDS])
 def test_a_kind_of_trouble_gets_its_verdict(kind: str, given: Any, verdict: str, action: str) -> None:
+    answer = told.judged({"id": kind, "input": given})
+    assert (answer.verdict, str(answer.action)) == (verdict, action), answer.because
+
+
+MORE: list[tuple[str, Any, str, str]] = [
+    (
+        "a counter of a window",
+        'DCGM_EXP_XID_ERRORS_COUNT{gpu="1",Hostname="n1",window_size_in_ms="300000",xid="43"} 2',
+        "app_fault",
+        "log",
+    ),
+    (
+        "health of a node",
+        "| Overall Health            | Failure         |\n| GPU                       |                 |\n"
+        "| -> 4                      | Failure         |",
+        "hardware_suspect",
+        "refuse",
+    ),
+    ("no page", [item("10:00", "scrape n3:9400", "connection refused")], "monitoring_fault", "page_only"),
+    (
+        "one SM, in jobs without times",
+        [item(f"job {i}", "kernel n1", SM.format(100 * i, "abc"[i])) for i in range(3)],
+        "hardware_suspect",
+        "drain_restart_spare",
+    ),
+    ("several ranks missing", "collective 39 at entry 38: missing ranks: {4, 5, 6}", "ambiguous", "restart_in_place"),
+    (
+        "a rank missing, another each run",
+        [item(f"run {i}", "NCCL RAS", f"rank {7 * i} one collective behind 511 others") for i in (1, 2, 3)],
+        "software_fault",
+        "stop_page",
+    ),
+    ("not known to the queue", "slurm_load_jobs error: Invalid job id specified", "ambiguous", "wait"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "verdict", "action"), MORE, ids=[k[0] for k in MORE])
+def test_more_kinds(kind: str, given: Any, verdict: str, action: str) -> None:
     answer = told.judged({"id": kind, "input": given})
     assert (answer.verdict, str(answer.action)) == (verdict, action), answer.because
 
