@@ -52,6 +52,7 @@ _OF_DOMAIN: Final = re.compile(r"\b(\d{1,5}) (?:other )?nodes? of ([A-Za-z][A-Za
 _RANKS: Final = re.compile(r"\b(?:ranks?|tasks?|workers?) ([0-9]{1,7})(?:-([0-9]{1,7}))?")
 _NODES: Final = re.compile(r"\b([0-9]{1,6}) (?:different |other |more )?(?:nodes|hosts|machines)\b")
 _RUN: Final = re.compile(r"\b(run|try|attempt|job|restart|day|week) ?#?([0-9]{1,9}|[A-Z])\b", re.IGNORECASE)
+_TRIED_ON: Final = re.compile(r"\b(?:run|try|attempt|job|restart) ?#?\w{1,9} on ([A-Za-z][A-Za-z0-9_.-]{0,62})")
 _NO_NODE: Final = frozenset({"the", "all", "any", "every", "each", "a", "one", "both", "array"})
 
 
@@ -104,6 +105,9 @@ def _run_of(source: str, t: str) -> str:
 
 
 def _node_of(source: str, words: list[str], kind: Src) -> str | None:
+    tried = _TRIED_ON.search(source)
+    if tried and tried[1] not in _NO_NODE:
+        return tried[1]
     named = _NODE.search(source)
     if named and named[1] not in _NO_NODE and (named[0].startswith("node") or any(c.isdigit() for c in named[1])):
         return named[1]
