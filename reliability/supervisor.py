@@ -91,11 +91,12 @@ class Supervisor:
     async def _turn(self) -> int | None:
         try:
             self.inputs.take()
-            self._judge()
-            self._drive()
-            self.hangs.look()
-            self.planner.look()
-            self._grow()
+            if self.state.ended is None:
+                self._judge()
+                self._drive()
+                self.hangs.look()
+                self.planner.look()
+                self._grow()
             self._lease()
             if self.unwritable:
                 self.say("the run directory can be written again")

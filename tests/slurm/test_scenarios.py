@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_named_with_its_stack(start, reference):
 
 
 def test_a_stopped_supervisor_is_succeeded_and_ends_without_an_action(start, reference, idle_testbed):
-    run = start()
+    run = start(step_s=0.6)  # a takeover takes its time: the run must not be over before
     run.until_step(5)
     first = run.supervisor_pid()
     os.kill(first, signal.SIGSTOP)
@@ -102,8 +102,8 @@ def test_a_stopped_supervisor_is_succeeded_and_ends_without_an_action(start, ref
     run.check_drained(bad)
     epochs = [e.epoch for e in run.events]
     assert epochs == sorted(epochs), "a line of the overtaken supervisor counts"
-    idle_testbed.undrain(bad)
     run.until_job_over()
+    idle_testbed.undrain(bad)
 
 
 def test_the_users_scancel_ends_the_run_for_good(start, idle_testbed):
