@@ -108,7 +108,12 @@ def check_clashes(path: Sequence[str], run: RunFile | None) -> Iterator[Row]:
     elif run is not None and run.task.module:
         places.insert(0, Path(run.task.workdir or "."))
     spots = [spot for place in places for spot in (place / "outlast" / "__init__.py", place / "outlast.py")]
-    strangers = [spot for spot in dict.fromkeys(spots) if spot.is_file() and not _is_ours(spot.parent, ours)]
+    strangers = []
+    for spot in dict.fromkeys(spots):
+        if spot.is_file() and _is_ours(spot.parent, ours):
+            break  # what comes later on the path hides nothing
+        if spot.is_file():
+            strangers.append(spot)
     for spot in strangers:
         do = "rename it, or start the program from elsewhere: ranks import outlast by this name"
         yield Row(subject="name clash", grade=Grade.UNFIT, found=f"{spot} hides outlast", do=do)
