@@ -40,6 +40,8 @@ class Situation(Noun, frozen=True, kw_only=True):
     """Agents that were asked for and have not joined yet."""
     feeding: int = 0
     """Nodes in feeder jobs that have not started yet."""
+    has_allocation: bool = True
+    """Some allocation of the run is running."""
     can_feed: bool = False
     can_requeue: bool = False
     may_drain: bool = False
@@ -110,6 +112,9 @@ def ladder(now: Situation, *, legal: Legal, why: str, at_checkpoint: bool = Fals
 
 def _too_few(now: Situation, out: tuple[Node, ...], legal: Legal, why: str) -> tuple[Action, ...]:
     """Fewer nodes than wanted: wait for some, train on with what there is, or give the allocation back."""
+    if not now.has_allocation:
+        # the job ended or waits in the queue: whoever starts in the next one decides, with its nodes in view
+        return (m.Wait(until_s=now.now_s + now.limits.start_timeout_s, why="no allocation of the run is running"),)
     missing = now.nodes_wanted - len(now.usable)
     feed: tuple[Action, ...] = ()
     if now.can_feed and now.feeding < missing and now.expected < missing:

@@ -80,6 +80,7 @@ def situation(state: RunState, site: SiteView, run: RunFile, *, now_s: float) ->
         expected=expected(state, site),
         feeding=feeding(state, site, now_s),
         can_feed=site.can_feed and run.cluster.feed,
+        has_allocation=bool(running(site.allocations)),
         can_requeue=site.can_requeue,
         may_drain=site.may_drain,
         has_drains=site.has_drains,
