@@ -124,6 +124,8 @@ class Failure(Noun, frozen=True, kw_only=True):
     exit_code: int | None = None
     posix_signal: int | None = None
     hung: bool = False
+    for_memory: bool = False
+    """That exit was a kill for memory: the program's need, never the node's death."""
     stopped: str = ""
     """Why it was stopped, '' where its ranks ended by themselves."""
     finished: bool = False
@@ -194,7 +196,7 @@ def fold(evidence: Evidence, event: LogEvent) -> Evidence:
         case AttemptPlanned(plan=plan):
             past = evidence.past
             if evidence.current is not None:
-                past = (*past, failure_of(evidence.current))[-KEPT_ATTEMPTS:]
+                past = (*past, failure_of(evidence.current, evidence))[-KEPT_ATTEMPTS:]
             current = AttemptFacts(plan=plan, planned_seq=event.seq, planned_s=event.at_s, state_s=event.at_s)
             return replaced(evidence, past=past, current=current)  # type: ignore[no-any-return]
         case AttemptMoved() as move:
@@ -356,10 +358,25 @@ def tells_rerun(fact: ExitFact) -> bool:
     return fact.exit.exit_code in RERUN_CODES and fact.exit.error_class in RERUN_CLASSES
 
 
-def failure_of(attempt: AttemptFacts) -> Failure:
+OUT_OF_MEMORY = ("oom_job", "oom_node")
+"""Kernel lines, and error classes, that say that something was killed for memory."""
+SHELLS_KILLED = 137
+"""What a shell ends with whose child was killed: 128 + SIGKILL."""
+
+
+def memory_kills(evidence: Evidence, attempt: int, first: ExitFact) -> tuple[KernelFact, ...]:
+    """The lines in which that rank's node says that it killed for memory; () where the rank was not killed."""
+    if first.exit.posix_signal != 9 and first.exit.exit_code != SHELLS_KILLED:
+        return ()
+    kernel = evidence.node(first.exit.node).kernel
+    return tuple(f for f in kernel if f.line.key in OUT_OF_MEMORY and f.attempt == attempt)
+
+
+def failure_of(attempt: AttemptFacts, evidence: Evidence) -> Failure:
     """What the rules about repeats need to remember of an attempt that is over."""
     first = primary_exit(attempt.exits)
     gone = first.exit if first else None
+    told = memory_kills(evidence, attempt.plan.attempt, first) if first else ()
     return Failure(
         attempt=attempt.plan.attempt,
         nodes=attempt.plan.nodes,
@@ -373,6 +390,7 @@ def failure_of(attempt: AttemptFacts) -> Failure:
         exit_code=gone.exit_code if gone else None,
         posix_signal=gone.posix_signal if gone else None,
         hung=attempt.no_progress is not None,
+        for_memory=bool(told) or (gone is not None and gone.error_class in OUT_OF_MEMORY),
         stopped=attempt.why_stopped,
         finished=bool(attempt.exits) and all(f.exit.exit_code == 0 for f in attempt.exits),
     )

@@ -86,7 +86,7 @@ def explain_exit(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
 
 def _same(case: Case, now: AttemptFacts) -> list[Failure]:
     """Earlier attempts, newest first and without a gap, that failed in the same way at the same train_step."""
-    me = failure_of(now)
+    me = failure_of(now, case.evidence)
     same: list[Failure] = []
     for past in reversed(case.evidence.past):
         if not (past.exception == me.exception and past.reached == me.reached and past.phase == me.phase):
@@ -205,11 +205,14 @@ def _unexplained(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
 
 
 def _deaths_in_a_row(case: Case, node: Node) -> int:
-    """Unexplained deaths and hangs on this node in the attempts just before, without another end between."""
+    """Unexplained deaths and hangs on this node in the attempts just before, without another end between.
+
+    A kill for memory is explained: by the program's need, however often it comes back to one node.
+    """
     count = 0
     for past in reversed(case.evidence.past):
-        unexplained = past.node == node and not past.exception and bool(past.posix_signal or past.hung)
-        if not unexplained:
+        explained = bool(past.exception) or past.for_memory
+        if past.node != node or explained or not (past.posix_signal or past.hung):
             break
         count += 1
     return count

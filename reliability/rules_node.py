@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast.reliability.attempt import State
-from outlast.reliability.evidence import KernelFact, NodeFacts, XidFact, primary_exit
+from outlast.reliability.evidence import KernelFact, NodeFacts, XidFact, memory_kills, primary_exit
 from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
-
-_OUT_OF_MEMORY = ("oom_job", "oom_node")
 
 
 def in_use(case: Case, node: Node) -> bool:
@@ -100,10 +98,9 @@ def killed_for_memory(case: Case) -> Iterator[Finding]:
     """SIGKILL, and the kernel of that node says that it killed for memory: the program's need, not a node's fault."""
     now = case.evidence.current
     first = primary_exit(now.exits) if now is not None and now.running else None
-    if now is None or first is None or first.exit.posix_signal != 9:
+    if now is None or first is None:
         return
-    kernel = case.evidence.node(first.exit.node).kernel
-    told = [f for f in kernel if f.line.key in _OUT_OF_MEMORY and f.attempt == now.plan.attempt]
+    told = memory_kills(case.evidence, now.plan.attempt, first)
     if told:
         yield Verdict(
             key=f"exit:{now.plan.attempt}",

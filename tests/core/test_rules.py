@@ -142,6 +142,48 @@ def test_sigkill_once_is_chance_and_twice_on_one_node_is_that_node():
     assert (verdict.kind, verdict.node, verdict.convicts, verdict.drains) == (Kind.HARDWARE_SUSPECT, "a", True, False)
 
 
+@pytest.mark.parametrize("key", ["oom_job", "oom_node"])
+@pytest.mark.parametrize("how", [{"posix_signal": 9}, {"code": 137}])
+def test_kills_for_memory_never_add_up_to_the_nodes_death(key, how):
+    """137: a shell whose child was killed."""
+    story = Story()
+    for reached in (12, 15, 18):
+        story.train(restore=reached - 2, through=reached)
+        story.exit(0, **how)
+        story.later(1).see(m.KernelSeen(node=Node("a"), at_s=story.now_s, key=key))
+        verdict = story.later(3).verdict()
+        assert (verdict.rule, verdict.kind, verdict.convicts) == ("killed_for_memory", Kind.APP_FAULT, False)
+        story.react()
+        story.end()
+    # one more, and the kernel says nothing of memory: the first unexplained one, not the fourth on this node
+    story.train(restore=18, through=20)
+    story.exit(0, posix_signal=9)
+    assert story.later(3).verdict().kind is Kind.TRANSIENT
+    story.react()
+    story.end().train(restore=20, through=22)
+    story.exit(0, posix_signal=9)
+    assert story.later(3).verdict().rule == "same_node_again"
+
+
+def test_the_kernels_word_on_memory_that_comes_after_the_verdict_still_counts():
+    story = Story().train(through=12)
+    story.exit(0, posix_signal=9)
+    assert [type(a) for a in story.later(3).react()] == [m.RestartInPlace]
+    story.see(m.KernelSeen(node=Node("a"), at_s=story.now_s, key="oom_job"))
+    assert story.verdicts() == ()
+    story.end().train(restore=10, through=15)
+    story.exit(0, posix_signal=9)
+    verdict = story.later(3).verdict()
+    assert (verdict.rule, verdict.convicts) == ("unexplained_death", False)
+
+
+def test_memory_of_another_node_explains_nothing():
+    story = Story().train(through=12)
+    story.see(m.KernelSeen(node=Node("b"), at_s=story.now_s, key="oom_job"))
+    story.exit(0, posix_signal=9)
+    assert story.later(3).verdict().rule == "unexplained_death"
+
+
 def test_a_lost_agent_excludes_its_node_and_drains_nothing():
     story = Story().train(through=12)
     story.see(m.AgentLost(node=Node("b"), at_s=story.now_s, silent_s=4.0, why="connection closed"))
