@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Final
 
 from outlast.reliability.durations import render_duration
@@ -25,6 +26,9 @@ RESERVED_ENV: Final = (
 )
 
 
+_URL: Final = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<place>\S+)")
+
+
 class Complaint(Noun, frozen=True, kw_only=True):
     """What does not fit, and the setting to look at."""
 
@@ -34,7 +38,7 @@ class Complaint(Noun, frozen=True, kw_only=True):
 
 def check_together(run: RunFile) -> tuple[Complaint, ...]:
     """Everything that does not fit, in the file's order."""
-    return (*_check_task(run), *_check_cluster(run), *_check_layout(run), *_check_rest(run))
+    return (*_check_task(run), *_check_cluster(run), *_check_layout(run), *_check_tiers(run), *_check_rest(run))
 
 
 def _check_task(run: RunFile) -> list[Complaint]:
@@ -110,6 +114,22 @@ def _check_ep(run: RunFile, dp: int) -> list[Complaint]:
     return [Complaint(path="$.layout.ep", text=text)]
 
 
+def _check_tiers(run: RunFile) -> list[Complaint]:
+    tiers, found = run.tiers, []
+    url = _URL.fullmatch(tiers.remote_url)
+    if tiers.remote_url and url is None:
+        text = "no URL; expected one such as s3://bucket/prefix or file:///path"
+        found.append(Complaint(path="$.tiers.remote_url", text=text))
+    elif url is not None and "@" in url["place"]:
+        text = "holds a user or a key; expected the plain URL: keys come from the environment or a file of mode 0600"
+        found.append(Complaint(path="$.tiers.remote_url", text=text))
+    if tiers.local_dir or tiers.local_every_steps:
+        text = "local checkpoints are not taken by this version yet; expected none"
+        name = "local_dir" if tiers.local_dir else "local_every_steps"
+        found.append(Complaint(path=f"$.tiers.{name}", text=text))
+    return found
+
+
 def _check_rest(run: RunFile) -> list[Complaint]:
     limits, found = run.limits, []
     if limits.lease_s and limits.agent_silent_s >= limits.lease_s * 3:
@@ -143,5 +163,10 @@ def describe(run: RunFile) -> tuple[str, ...]:
         lines.append(f"a checkpoint every {every.every_steps} train_steps, the newest {every.keep_last} are kept")
     else:
         lines.append(f"a checkpoint every {render_duration(every.every_s)}, the newest {every.keep_last} are kept")
+    if run.tiers.remote_url:
+        nth = "each" if run.tiers.remote_every == 1 else f"one of {run.tiers.remote_every}"
+        lines.append(
+            f"{nth} is copied to {run.tiers.remote_url} once it is durable, {run.tiers.remote_keep_last} are kept there"
+        )
     target = f"train_step {run.train_steps}" if run.train_steps else "the program's own end (exit 0)"
     return (*lines, f"finished at {target}")

@@ -90,6 +90,21 @@ class Checkpoint(Noun, frozen=True, kw_only=True):
     keep_last: Positive = 3
 
 
+class Tiers(Noun, frozen=True, kw_only=True):
+    """Where checkpoints are kept beside `checkpoint.dir`: nearer (the nodes themselves) and farther."""
+
+    local_dir: str = ""
+    """A directory of each node's own, in memory or on NVMe, such as /dev/shm/outlast; '' : no local checkpoints."""
+    local_every_steps: Count = 0
+    """Local checkpoints between the shared ones, in train_steps."""
+    local_keep_last: Positive = 2
+    remote_url: str = ""
+    """Where durable checkpoints are copied to, as fsspec names it: s3://bucket/prefix or file:///path; '' : nowhere."""
+    remote_every: Positive = 1
+    """Every how many durable checkpoints one is copied."""
+    remote_keep_last: Positive = 5
+
+
 class Limits(Noun, frozen=True, kw_only=True):
     """What bounds every automatic act."""
 
@@ -134,6 +149,7 @@ class RunFile(Noun, frozen=True, kw_only=True):
     train_steps: Count = 0
     """The target: the run is finished when this train_step is; 0 where the program's exit 0 says so."""
     checkpoint: Checkpoint = Checkpoint()
+    tiers: Tiers = Tiers()
     limits: Limits = Limits()
     notify: Notify = Notify()
     run_root: str = "runs"
