@@ -140,6 +140,9 @@ class LocalCluster:
     def requeue(self, job: JobId, exclude: Sequence[Node]) -> None:
         raise PortError("the local cluster has no queue", again=False)
 
+    def release(self, node: Node, job: JobId) -> str:
+        raise PortError(f"the local cluster has nobody to give node {node} back to", again=False)
+
     def cancel(self, job: JobId) -> None:
         """End an allocation: its agents get TERM, and end their ranks themselves."""
         with self._changing() as state:

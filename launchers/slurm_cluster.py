@@ -114,6 +114,25 @@ class SlurmCluster:
                 self._requeue(job)
             self._exclude(job, exclude)
 
+    def release(self, node: Node, job: JobId) -> str:
+        """By the list of nodes that stay. Its agent should have left: what still runs there is killed."""
+        with _as_port_error():
+            row = self._known(job)
+            if row.state != "RUNNING" or node not in row.nodes:
+                return f"{node} is not in job {job} any more"
+            if row.nodes == (node,) and row.name == sbatch.job_name(self._run_dir, feeder=True):
+                self._client.run(commands.scancel_argv(job))
+                return f"feeder job {job} ended: it had no other node"
+            if node == row.batch_node:
+                raise PortError(
+                    f"{node} runs the batch script of job {job}: Slurm frees it at the job's end", again=False
+                )
+            self._client.run(commands.keep_nodes_argv(job, [n for n in row.nodes if n != node]))
+            after = self._known(job)
+        if node in after.nodes:
+            raise PortError(f"{node} is still in job {job}: Slurm took the change, but does not show it", again=True)
+        return f"released from job {job}, which keeps {len(after.nodes)} nodes"
+
     def cancel(self, job: JobId) -> None:
         """Nothing where it has ended already."""
         with _as_port_error():

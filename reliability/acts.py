@@ -7,11 +7,11 @@ is set aside once. So a successor repeats what has no outcome.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from outlast.reliability import model as m
-from outlast.reliability.model import JobId
+from outlast.reliability.model import JobId, Node
 from outlast.reliability.ports import Allocation, CheckpointStore, Cluster, Pager, PortError
 from outlast.reliability.runstate import OpenAct, RunState
 
@@ -34,8 +34,17 @@ async def call(what: Callable[[], T], *, timeout_s: float = _CALL_S) -> T:
 class Acts:
     """Does what can be done at once; changes of the run's ranks are the driver's work."""
 
-    def __init__(self, cluster: Cluster, store: CheckpointStore, pager: Pager, run_name: str) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        store: CheckpointStore,
+        pager: Pager,
+        run_name: str,
+        let_go: Callable[[Node], Awaitable[bool]],
+    ) -> None:
+        """`let_go` asks a node's agent to leave, and waits for it."""
         self.cluster, self.store, self.pager, self.run_name = cluster, store, pager, run_name
+        self.let_go = let_go
 
     async def perform(
         self, act: OpenAct, state: RunState, allocations: tuple[Allocation, ...], check: Callable[[], None]
@@ -72,6 +81,10 @@ class Acts:
                 job = _own_job(allocations)
                 await call(lambda: self.cluster.requeue(job, exclude))
                 return f"job {job} queued again without {', '.join(exclude) or 'anything'}"
+            case m.Release(node=node, job=job):
+                left = await self.let_go(node)
+                done = await call(lambda: self.cluster.release(node, job))
+                return done if left else f"{done}; its agent had not left by then"
             case m.RollBack(quarantine=step, why=why):
                 await call(lambda: self.store.quarantine(step, why))
                 return f"checkpoint {step} set aside"

@@ -190,7 +190,7 @@ def _state(run: Trace) -> tuple[str, str]:
     return str(trial.state), ""
 
 
-_BESIDE: Final = (m.Drain, m.Advise, m.Feed, m.LeaveIt)
+_BESIDE: Final = (m.Drain, m.Advise, m.Feed, m.Release, m.LeaveIt)
 """Actions that do not settle how the run goes on."""
 
 

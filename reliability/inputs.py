@@ -77,6 +77,8 @@ class Inputs:
                 loop.note(text)
             case Outcome() as outcome:
                 if outcome.act in loop.state.open_acts:
+                    if isinstance(loop.state.open_acts[outcome.act].action, m.Drain):
+                        loop.watch.poke()  # it may be given back as soon as Slurm shows it
                     loop.record(outcome)
             case m.CheckpointSeen() as checkpoint:
                 loop.see(checkpoint)

@@ -461,6 +461,14 @@ class Feed(Noun, frozen=True, kw_only=True, tag="feed"):
     why: str
 
 
+class Release(Noun, frozen=True, kw_only=True, tag="release"):
+    """A draining node that nothing of the run uses leaves its allocation, and so becomes drained."""
+
+    node: Node
+    job: JobId
+    why: str
+
+
 class EndRun(Noun, frozen=True, kw_only=True, tag="end_run"):
     """The run is over: finished, stopped, cancelled or failed."""
 
@@ -469,5 +477,18 @@ class EndRun(Noun, frozen=True, kw_only=True, tag="end_run"):
 
 
 Action = (
-    LeaveIt | RestartInPlace | Swap | Shrink | Grow | Requeue | RollBack | Hold | Wait | Drain | Advise | Feed | EndRun
+    LeaveIt
+    | RestartInPlace
+    | Swap
+    | Shrink
+    | Grow
+    | Requeue
+    | RollBack
+    | Hold
+    | Wait
+    | Drain
+    | Advise
+    | Feed
+    | Release
+    | EndRun
 )

@@ -91,6 +91,26 @@ def situation(state: RunState, site: SiteView, run: RunFile, *, now_s: float) ->
     )
 
 
+def releasable(state: RunState, site: SiteView, own: Node) -> m.Release | None:
+    """A node that is being drained and that nothing of the run uses any more: kept, it would be draining for the
+    whole job, and nobody could repair it. None where there is none.
+
+    The batch node of a job cannot leave it, unless it is all that a feeder job has. `own`: where this supervisor runs;
+    its node stays until the job's end. Nodes that are excluded but not drained stay too: the next job would get them.
+    """
+    now = state.evidence.current
+    for allocation in running(site.allocations):
+        for node in allocation.nodes:
+            slurm = state.evidence.node(node).state
+            fixed = node == allocation.batch_node and not (allocation.feeder and allocation.nodes == (node,))
+            idle = now is not None and node not in now.plan.nodes
+            draining = node in state.excluded and slurm is not None and "drain" in slurm.flags
+            if draining and idle and not fixed and node != own and (node, allocation.job) not in state.released:
+                why = f"{state.excluded[node].rule}: Slurm drains it, and no rank of the run is on it"
+                return m.Release(node=node, job=allocation.job, why=why)
+    return None
+
+
 def next_plan(now: Situation, attempt: int, restore: Restore | None, *, legal: Legal, why: str) -> Plan | None:
     """The next attempt's plan, or None where the nodes do not carry a legal layout."""
     layout = next_layout(now, legal=legal)

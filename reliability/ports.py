@@ -69,6 +69,12 @@ class Cluster(Protocol):
     def requeue(self, job: JobId, exclude: Sequence[Node]) -> None:
         """Give the allocation back and queue the job again without these nodes."""
 
+    def release(self, node: Node, job: JobId) -> str:
+        """Take this node out of a running job; its other nodes, and what runs there, stay. Returns what was done.
+
+        Nothing where it is not in the job any more. PortError(again=False) for the job's batch node.
+        """
+
     def cancel(self, job: JobId) -> None:
         """End an allocation of ours (a feeder no longer needed, or a job whose batch script is gone)."""
 

@@ -81,6 +81,8 @@ class RunState(Noun, frozen=True, kw_only=True):
     drains_s: tuple[float, ...] = ()
     """When drains were intended."""
     feeders: tuple[Feeder, ...] = ()
+    released: frozenset[tuple[Node, JobId]] = frozenset()
+    """Nodes that were given back, or tried to be, out of which job."""
     requeued_for: frozenset[Node] = frozenset()
     """Nodes for which the allocation was already given back once."""
     failures_without_progress: int = 0
@@ -210,6 +212,8 @@ def _advance_intent(state: RunState, event: LogEvent, intent: Intent) -> RunStat
             changes["ending"] = end
         case m.Requeue(exclude=exclude):
             changes["requeued_for"] = state.requeued_for | set(exclude)
+        case m.Release(node=node, job=job):
+            changes["released"] = state.released | {(node, job)}
         case m.Grow():
             changes["at_checkpoint_from"] = state.evidence.durable_step
         case _:

@@ -5,7 +5,8 @@ The switchboard repeats an unanswered command after a reconnect; agents take a r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Final
 
 from outlast.reliability import wire
 from outlast.reliability.driver import AgentView
@@ -14,6 +15,8 @@ from outlast.reliability.model import Node
 
 if TYPE_CHECKING:
     from outlast.reliability.supervisor import Supervisor
+
+_LEAVE_S: Final = 10.0
 
 
 class Sender:
@@ -86,6 +89,18 @@ class Sender:
             why=now.why_stopped,
             save_first=saves,
         )
+
+    async def let_go(self, node: Node) -> bool:
+        """Ask this node's agent to leave the run; True once it has, or where there is none."""
+        board = self.loop.parts.board
+        deadline_s = self.loop.parts.clock.mono_s() + _LEAVE_S
+        asked = False
+        while (session := board.session(node)) is not None and session.connected:
+            asked = asked or board.command(node, wire.Leave(command=self.next_number(), why="the node is given back"))
+            if self.loop.parts.clock.mono_s() >= deadline_s:
+                return False
+            await asyncio.sleep(0.05)
+        return True
 
     def done(self, node: Node, incarnation: str, done: wire.Done) -> None:
         """An answer. A stop that was refused is over too: an agent that was started anew holds no ranks."""

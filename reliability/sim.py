@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from outlast.reliability import model as m
 from outlast.reliability import wire
 from outlast.reliability.inbox import Beaten, Done, Event, Gone, Heard, Joined, Stacked
@@ -519,6 +521,19 @@ class SimCluster:
 
     def requeue(self, job: JobId, exclude: Sequence[Node]) -> None:
         self._answer(f"requeue {job} without {' '.join(exclude)}")
+
+    def release(self, node: Node, job: JobId) -> str:
+        """What still runs on the node is gone with it."""
+        self._answer(f"release {node}")
+        allocations = self.world.allocations
+        for at, allocation in enumerate(allocations):
+            if allocation.job == job and node in allocation.nodes:
+                if node == allocation.batch_node:
+                    raise PortError(f"{node} runs the batch script", again=False)
+                kept = tuple(n for n in allocation.nodes if n != node)
+                allocations[at] = msgspec.structs.replace(allocation, nodes=kept)
+                self.world.crash(node)
+        return "released"
 
     def cancel(self, job: JobId) -> None:
         self._answer(f"cancel {job}")

@@ -28,6 +28,7 @@ from outlast.reliability.events import AttemptMoved, Body, Intent, Judged, LogEv
 from outlast.reliability.fence import Fence, Fenced, FenceError
 from outlast.reliability.hangs import HangWatch
 from outlast.reliability.inputs import Inputs
+from outlast.reliability.model import Node
 from outlast.reliability.parts import Parts
 from outlast.reliability.planner import Planner
 from outlast.reliability.policy import judge
@@ -40,7 +41,7 @@ from outlast.reliability.watch import SiteWatch
 TICK_S = 0.25
 IDENTITY_S = 600.0
 FENCED = 75
-_NOW = (m.Drain, m.Advise, m.Feed, m.Hold, m.Requeue, m.RollBack)
+_NOW = (m.Drain, m.Advise, m.Feed, m.Hold, m.Requeue, m.RollBack, m.Release)
 """Actions that are carried out at once, in a task of their own."""
 
 
@@ -51,10 +52,10 @@ class Supervisor:
         self.parts, self.log, self.fence, self.state = parts, log, fence, state
         self.inbox: deque[object] = deque()
         self.awake = asyncio.Event()
-        self.acts = Acts(parts.cluster, parts.store, parts.pager, parts.run_dir.name)
         self.watch = SiteWatch(parts, self.put)
         self.inputs = Inputs(self)
         self.sender = Sender(self)
+        self.acts = Acts(parts.cluster, parts.store, parts.pager, parts.run_dir.name, self.sender.let_go)
         self.hangs = HangWatch(self)
         self.planner = Planner(self)
         self.performing: dict[int, asyncio.Task[None]] = {}
@@ -97,6 +98,7 @@ class Supervisor:
                 self.hangs.look()
                 self.planner.look()
                 self._grow()
+                self._release()
             self._lease()
             if self.unwritable:
                 self.say("the run directory can be written again")
@@ -291,6 +293,12 @@ class Supervisor:
         action = grow(self.situation())
         if action is not None and not self.legal(action.layout):
             self.intend(action)
+
+    def _release(self) -> None:
+        if self.state.ending is None and not self.state.open(m.Release):
+            action = planning.releasable(self.state, self.watch.site, Node(self.parts.node))
+            if action is not None:
+                self.intend(action)
 
     # ------------------------------------------------------------ the end
 

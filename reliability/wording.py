@@ -180,6 +180,8 @@ def _tell_action(action: Action) -> str:  # noqa: C901 - one line a kind of a cl
             return f"advice for the admin of {node}: {command} ({why})"
         case m.Feed(nodes=nodes, exclude=exclude):
             return f"feeder job for {many(nodes, 'node')}" + (f" without {_nodes(exclude)}" if exclude else "")
+        case m.Release(node=node, job=job, why=why):
+            return f"release {node} from job {job}: {why}"
         case m.EndRun(outcome=outcome, why=why):
             return f"end the run: {outcome}: {why}"
 

@@ -63,6 +63,15 @@ def exclude_argv(job: JobId, nodes: Sequence[Node]) -> list[str]:
     return ["scontrol", "update", f"JobId={job}", f"ExcNodeList={compress(nodes)}"]
 
 
+def keep_nodes_argv(job: JobId, nodes: Sequence[Node]) -> list[str]:
+    """The running job keeps these nodes and loses its others: what runs there is killed, the rest goes on.
+
+    By name: NumNodes would keep the first ones, whichever they are. Slurm refuses a list without the batch node, gives
+    nothing back to a job that became smaller, and asks for the first number again when it requeues (tried on 22.05).
+    """
+    return ["scontrol", "update", f"JobId={job}", f"NodeList={compress(nodes)}"]
+
+
 def show_job_argv(job: JobId) -> list[str]:
     return ["scontrol", "show", "job", "--oneliner", job]
 

@@ -193,6 +193,11 @@ class World:
                     convicted.add(v.node)
                 case AttemptPlanned(plan=plan):
                     assert not convicted & set(plan.nodes)
+        # only what is drained is given back, and nothing runs there any more
+        for act in [b.action for b in self.of(Intent) if isinstance(b.action, m.Release)]:
+            assert (
+                "drain" in self.world.nodes[act.node].flags and act.node not in self.state.evidence.current.plan.nodes
+            )
         # every act has an intent before it, and no intent stands twice
         acts = [b.act for b in self.of(Intent)]
         assert acts == sorted(set(acts))
@@ -221,6 +226,31 @@ def test_a_gpu_lost_is_swapped_for_the_spare_and_drained(tmp_path):
     assert [n for n, _ in world.world.drained] == ["a"]
     plans = [b.plan for b in world.of(AttemptPlanned)]
     assert [p.nodes for p in plans] == [("a", "b"), ("c", "b")] and plans[1].restore_step == 20
+
+
+def test_a_drained_node_is_given_back_once_the_swap_has_emptied_it(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(24, lambda w: w.xid(Node("a"), 79))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    bodies = [e.body for e in world.events]
+    release = next(b for b in bodies if isinstance(b, Intent) and isinstance(b.action, m.Release))
+    assert bodies.index(release) > bodies.index(world.of(AttemptPlanned)[1])
+    assert [o.ok for o in world.of(Outcome) if o.act == release.act] == [True]
+    assert world.world.allocations[0].nodes == ("b", "c") and world.world.calls.count("release a") == 1
+    assert len(world.of(AttemptPlanned)) == 2 and len(world.of(Judged)) == 1, "its agent's end is nobody's fault"
+
+
+def test_the_batch_node_and_a_node_that_nobody_drains_stay(tmp_path):
+    world = World(tmp_path)
+    first = world.world.allocations[0]
+    world.world.allocations[0] = msgspec.structs.replace(first, batch_node=Node("a"))
+    world.world.at_step(24, lambda w: w.xid(Node("a"), 79))
+    assert world.go() == 0 and world.world.allocations[0].nodes == first.nodes
+    undrained = World(tmp_path / "undrained", may_drain=False)
+    undrained.world.at_step(24, lambda w: w.xid(Node("a"), 79))
+    assert undrained.go() == 0 and not any(c.startswith("release") for c in undrained.world.calls)
 
 
 def test_an_exception_restarts_in_place(tmp_path):
