@@ -37,7 +37,7 @@ from outlast.launchers.nest import Nest, NestError
 from outlast.launchers.node_gate import look_at_node, rank_marker
 from outlast.launchers.recorder import NODE_ENV
 from outlast.launchers.successor import Successor
-from outlast.monitors.gpu_state import GpuChanged
+from outlast.monitors.gpu_tell import GpuTeller
 from outlast.monitors.kmsg import KernelLog
 from outlast.monitors.nvml import GpuWatch
 from outlast.reliability.fence import FenceError, highest
@@ -221,13 +221,13 @@ class Agent:
             self.hear(found)
 
     async def _gpus(self) -> None:
-        """XIDs as the driver's library tells them, and whether it answers at all."""
+        """XIDs and states as the driver's library tells them, and whether it answers at all."""
         if not self.run.cluster.gpus_per_node:
             return
-        helpers = self.keeper.helpers
+        helpers, teller = self.keeper.helpers, GpuTeller()
         async for found in GpuWatch(self.node, began=helpers.add, over=helpers.discard).signals():
-            if not isinstance(found, GpuChanged):
-                self.hear(found)
+            if (worth := teller.pick(found)) is not None:
+                self.hear(worth)
 
 
 async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, nest: Nest) -> int:

@@ -13,13 +13,14 @@ from typing import Final
 
 import msgspec
 
-from outlast.reliability.model import GateSeen, KernelSeen, Node, NodeNotClear, RankExited, Signal, SourceBlind, XidSeen
+from outlast.reliability import model as m
+from outlast.reliability.model import Node, Signal, SourceBlind, XidSeen
 from outlast.reliability.wire import Heard
 
 LIMIT: Final = 1_000
 MAX_SIGNAL_BYTES: Final = 256 * 1024
 SOURCE: Final = "agent_link"
-_CRITICAL: Final = (RankExited, NodeNotClear, GateSeen, XidSeen, KernelSeen)
+_CRITICAL: Final = (m.RankExited, m.NodeNotClear, m.GateSeen, m.XidSeen, m.KernelSeen, m.GpuChanged)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
@@ -95,11 +96,16 @@ class Outbox:
 
 def _repeats(entries: dict[int, _Entry]) -> Callable[[_Entry], bool]:
     """Whether an entry says again what an earlier one already says."""
-    first: dict[tuple[int, str | None], int] = {}
+    first: dict[tuple[object, ...], int] = {}
     again: set[int] = set()
     for entry in entries.values():
-        if isinstance(entry.signal, XidSeen):
-            key = (entry.signal.code, entry.signal.gpu)
+        key: tuple[object, ...] = ()
+        match entry.signal:
+            case XidSeen(code=code, gpu=gpu):
+                key = (code, gpu)
+            case m.GpuChanged(source=source, gpu=gpu, field=field, now=now):
+                key = (source, gpu, field, now > 0)
+        if key:
             if first.setdefault(key, id(entry)) != id(entry):
                 again.add(id(entry))
     return lambda entry: id(entry) in again

@@ -17,9 +17,9 @@ from typing import Final
 import msgspec
 
 from outlast.monitors.exporter_page import Device, Page
-from outlast.monitors.gpu_state import GpuChanged, GpuState, changes, merged, restarted
+from outlast.monitors.gpu_state import GpuState, changes, merged, restarted
 from outlast.monitors.xid_text import normalise_pci
-from outlast.reliability.model import Node, SourceBlind, XidSeen
+from outlast.reliability.model import GpuChanged, Node, SourceBlind, XidSeen
 
 SOURCE: Final = "dcgm"
 XID_GAUGE: Final = "DCGM_FI_DEV_XID_ERRORS"

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from outlast.reliability.model import Node, Noun
+from outlast.reliability.model import GpuChanged, Node, Noun
 
 
 class GpuState(Noun, frozen=True, kw_only=True):
@@ -57,21 +57,6 @@ class GpuState(Noun, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         return f"{self.gpu}/{self.instance}" if self.instance else self.gpu
-
-
-class GpuChanged(Noun, frozen=True, kw_only=True, tag="gpu_changed"):
-    """One field of one GPU changed for the worse or for the better."""
-
-    node: Node
-    at_s: float
-    source: str
-    """nvml | dcgm"""
-    gpu: str
-    field: str
-    """A field of GpuState."""
-    before: int | None
-    """None: this is the first look, and it is no healthy value."""
-    now: int
 
 
 FACTS: Final = (

@@ -18,9 +18,9 @@ from typing import Final
 
 import msgspec
 
-from outlast.monitors.gpu_state import GpuChanged, GpuState, changes, merged
+from outlast.monitors.gpu_state import GpuState, changes, merged
 from outlast.monitors.nvml_words import EventsAlive, GpusSaid, NoEvents, NoNvml, Said, XidSaid
-from outlast.reliability.model import Node, SourceBlind, XidSeen
+from outlast.reliability.model import GpuChanged, Node, SourceBlind, XidSeen
 
 SOURCE: Final = "nvml"
 POLL_S: Final = 10.0
@@ -105,7 +105,7 @@ class GpuWatch:
         while True:
             line, why = await _read_line(child.stdout, due)
             if why:
-                for found in self._blind(why):
+                for found in self._blind(why, hung=due.late):
                     yield found
                 return
             try:
@@ -141,12 +141,12 @@ class GpuWatch:
                 self._gone = not ever
                 return self._blind(f"no NVML: {why}")
 
-    def _blind(self, why: str) -> list[Found]:
+    def _blind(self, why: str, *, hung: bool = False) -> list[Found]:
         """Said once, not at each try."""
         if why == self._said:
             return []
         self._said = why
-        return [SourceBlind(node=self._node, at_s=self._clock(), source=SOURCE, why=why)]
+        return [SourceBlind(node=self._node, at_s=self._clock(), source=SOURCE, why=why, hung=hung)]
 
     async def _end(self, child: asyncio.subprocess.Process) -> bool:
         """Kill it; True where that did not end it soon."""
@@ -180,6 +180,10 @@ class _Due:
     @property
     def left_s(self) -> float:
         return min(self._states, self._events) - time.monotonic()
+
+    @property
+    def late(self) -> bool:
+        return self.left_s <= 0
 
     @property
     def why(self) -> str:

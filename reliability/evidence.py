@@ -16,60 +16,17 @@ from outlast.reliability import model as m
 from outlast.reliability.attempt import State
 from outlast.reliability.events import AttemptMoved, AttemptPlanned, LogEvent, Seen, StepsDone
 from outlast.reliability.model import JobId, Node, Noun, Plan, Rank
+from outlast.reliability.node_facts import GpuFact, KernelFact, NodeFacts, XidFact
 
 KEPT_XIDS = 64
 KEPT_ATTEMPTS = 64
 KEPT_STEP_TIMES = 256
 
 
-class XidFact(Noun, frozen=True, kw_only=True):
-    seq: int
-    seen_s: float
-    """When it entered the log, by the supervisor's steady clock."""
-    attempt: int
-    xid: m.XidSeen
-
-
-class KernelFact(Noun, frozen=True, kw_only=True):
-    seq: int
-    seen_s: float
-    attempt: int
-    line: m.KernelSeen
-
-
 class ExitFact(Noun, frozen=True, kw_only=True):
     seq: int
     seen_s: float
     exit: m.RankExited
-
-
-class NodeFacts(Noun, frozen=True, kw_only=True):
-    """What is known of one node."""
-
-    node: Node
-    joined_seq: int = 0
-    """Log number of the newest AgentJoined; 0 where no agent ever joined."""
-    joined_s: float = 0.0
-    lost_seq: int = 0
-    """Log number of an AgentLost newer than the newest join; 0 while the agent is there."""
-    lost: m.AgentLost | None = None
-    incarnation: str = ""
-    job: JobId = JobId("")
-    address: str = "127.0.0.1"
-    xids: tuple[XidFact, ...] = ()
-    kernel: tuple[KernelFact, ...] = ()
-    """Kernel lines other than XIDs."""
-    state_seq: int = 0
-    state: m.NodeState | None = None
-    gate_seq: int = 0
-    gate: m.GateSeen | None = None
-    unclear_seq: int = 0
-    unclear: m.NodeNotClear | None = None
-
-    @property
-    def present(self) -> bool:
-        """An agent of the run is on it."""
-        return bool(self.joined_seq) and not self.lost_seq
 
 
 class AttemptFacts(Noun, frozen=True, kw_only=True):
@@ -241,8 +198,12 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
     evidence: Evidence, event: LogEvent, signal: m.Signal
 ) -> Evidence:
     match signal:
-        case m.XidSeen() | m.KernelSeen() as line:
-            return _fold_line(evidence, event, line)
+        case m.XidSeen() as xid:
+            return _fold_xid(evidence, event, xid)
+        case m.KernelSeen() as line:
+            return _fold_kernel(evidence, event, line)
+        case m.GpuChanged() as change:
+            return _fold_gpu(evidence, event, change)
         case m.RankExited() as gone:
             now = evidence.current
             if now is None or any(f.exit.rank == gone.rank for f in now.exits):
@@ -272,8 +233,8 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
             return replaced(  # type: ignore[no-any-return]
                 evidence, jobs={**evidence.jobs, job.job: JobFact(seq=event.seq, state=job)}
             )
-        case m.SourceBlind():
-            return evidence
+        case m.SourceBlind(node=node, hung=hung):
+            return _with_node(evidence, node, hung_seq=event.seq, hung_s=event.at_s) if hung else evidence
         case _:
             return _fold_node_signal(evidence, event, signal)
 
@@ -311,10 +272,6 @@ def _fold_node_signal(
             assert_never(signal)
 
 
-def _fold_line(evidence: Evidence, event: LogEvent, line: m.XidSeen | m.KernelSeen) -> Evidence:
-    return _fold_xid(evidence, event, line) if isinstance(line, m.XidSeen) else _fold_kernel(evidence, event, line)
-
-
 def _fold_xid(evidence: Evidence, event: LogEvent, xid: m.XidSeen) -> Evidence:
     facts = evidence.node(xid.node)
     same = (xid.code, xid.gpu, xid.at_s, xid.text)
@@ -332,6 +289,14 @@ def _fold_kernel(evidence: Evidence, event: LogEvent, line: m.KernelSeen) -> Evi
     attempt = evidence.current.plan.attempt if evidence.current else 0
     fact = KernelFact(seq=event.seq, seen_s=event.at_s, attempt=attempt, line=line)
     return _with_node(evidence, line.node, kernel=(*facts.kernel, fact)[-KEPT_XIDS:])
+
+
+def _fold_gpu(evidence: Evidence, event: LogEvent, change: m.GpuChanged) -> Evidence:
+    facts = evidence.node(change.node)
+    if any(f.change == change for f in facts.gpus):
+        return evidence
+    fact = GpuFact(seq=event.seq, seen_s=event.at_s, change=change)
+    return _with_node(evidence, change.node, gpus=(*facts.gpus, fact)[-KEPT_XIDS:])
 
 
 ECHO_CLASSES = frozenset({"peer_died", "nccl_timeout_victim"})

@@ -55,6 +55,21 @@ class KernelSeen(Noun, frozen=True, kw_only=True, tag="kernel_seen"):
     text: str = ""
 
 
+class GpuChanged(Noun, frozen=True, kw_only=True, tag="gpu_changed"):
+    """One field of one GPU's state changed for the worse or for the better."""
+
+    node: Node
+    at_s: float
+    source: str
+    """nvml | dcgm"""
+    gpu: str
+    field: str
+    """A field of GpuState (monitors/gpu_state.py)."""
+    before: int | None
+    """None: this was the first look, and it is no healthy value."""
+    now: int
+
+
 class SourceBlind(Noun, frozen=True, kw_only=True, tag="source_blind"):
     """A monitor could not see for a while. Not health, not a fault."""
 
@@ -64,6 +79,8 @@ class SourceBlind(Noun, frozen=True, kw_only=True, tag="source_blind"):
     why: str
     lost: int = 0
     """Records known to be lost; 0 where it cannot be counted."""
+    hung: bool = False
+    """True: what it asks does not come back from a call."""
 
 
 class RankExited(Noun, frozen=True, kw_only=True, tag="rank_exited"):
@@ -212,6 +229,7 @@ class OperatorAsked(Noun, frozen=True, kw_only=True, tag="operator_asked"):
 Signal = (
     XidSeen
     | KernelSeen
+    | GpuChanged
     | SourceBlind
     | RankExited
     | RankPlaced

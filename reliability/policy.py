@@ -65,6 +65,8 @@ class Policy(Noun, frozen=True, kw_only=True):
     """The catalogue: what another kernel line means, by its form."""
     quiet_s: float = 0.0
     """After a line that would convict, wait this long for the same on other nodes: what reaches many convicts none."""
+    polled_s: float = 15.0
+    """The same for what is only looked at every few seconds: each node tells it at its own time."""
     settle_s: float = 0.5
     """After a rank's death, wait this long for the kernel's word before blaming the program. Its lines arrive within
     milliseconds, and one that comes later still convicts: it then costs a second restart."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outlast.reliability import rules_attempt, rules_node, rules_operator
+from outlast.reliability import rules_attempt, rules_gpu, rules_node, rules_operator
 from outlast.reliability.policy import Rule
 
 RULES: Final[tuple[Rule, ...]] = (
@@ -14,6 +14,9 @@ RULES: Final[tuple[Rule, ...]] = (
     # then what may convict a node, the kernel's word before all
     rules_node.hardware_xids,
     rules_node.kernel_lines,
+    rules_gpu.broken_gpus,
+    rules_gpu.memory_again,
+    rules_gpu.hung_libraries,
     rules_node.lost_agents,
     rules_node.gates,
     rules_node.leftovers,
@@ -27,4 +30,5 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_attempt.hangs,
     rules_attempt.ended_early,
     rules_node.other_xids,
+    rules_gpu.suspect_gpus,
 )

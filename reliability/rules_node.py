@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast.reliability.attempt import State
-from outlast.reliability.evidence import KernelFact, NodeFacts, XidFact, memory_kills, primary_exit
+from outlast.reliability.evidence import memory_kills, primary_exit
+from outlast.reliability.gpu_facts import key_of, standing
 from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
+from outlast.reliability.node_facts import GpuFact, KernelFact, NodeFacts, XidFact
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
+
+_GAUGE = "dcgm"
+"""An exporter's gauge holds a code and no event: its change asks for a look and convicts nobody."""
 
 
 def in_use(case: Case, node: Node) -> bool:
@@ -19,7 +24,7 @@ def in_use(case: Case, node: Node) -> bool:
 def convicting(case: Case, fact: XidFact) -> XidMeaning | None:
     """The catalogue's row if this line alone convicts, else None. An XID caused by an earlier one follows that one."""
     row = meaning(case, fact)
-    return row if row.convicts and row.alone else None
+    return row if row.convicts and row.alone and fact.xid.source != _GAUGE else None
 
 
 GATES_S = 5.0
@@ -35,7 +40,16 @@ def meaning(case: Case, fact: XidFact) -> XidMeaning:
 
 def convicting_line(case: Case, fact: KernelFact) -> LineMeaning | None:
     """The catalogue's row if this line, no XID, alone takes a node out, else None."""
-    row = case.policy.kernel(fact.line.key)
+    return _alone(case.policy.kernel(fact.line.key))
+
+
+def convicting_change(case: Case, fact: GpuFact) -> LineMeaning | None:
+    """The catalogue's row if this change of a GPU's state alone takes a node out, else None."""
+    key = key_of(fact.change)
+    return _alone(case.policy.kernel(key)) if key else None
+
+
+def _alone(row: LineMeaning | None) -> LineMeaning | None:
     return row if row is not None and row.alone and row.action.startswith("drain") else None
 
 
@@ -49,6 +63,10 @@ def _classes(case: Case, facts: NodeFacts) -> Iterator[tuple[int, float, str]]:
         other = convicting_line(case, line)
         if other is not None:
             yield line.seq, line.seen_s, other.class_
+    for change in standing(facts.gpus):
+        state = convicting_change(case, change)
+        if state is not None:
+            yield change.seq, change.seen_s, state.class_
 
 
 def _reach(case: Case, class_: str, about_s: float) -> dict[Node, int]:
@@ -73,9 +91,9 @@ def hardware_xids(case: Case) -> Iterator[Finding]:
             row = convicting(case, fact)
             if row is None or fact.seq < facts.joined_seq:
                 continue
-            wide = _wide(case, fact, row.class_, f"XID {fact.xid.code} ({row.name})")
-            yield wide or _hardware(case, facts, fact, row)
-            if not isinstance(wide, Verdict):
+            reach = wide(case, fact, row.class_, f"XID {fact.xid.code} ({row.name})")
+            yield reach or _hardware(case, facts, fact, row)
+            if not isinstance(reach, Verdict):
                 break  # what is everybody's does not clear this node of what is its own
 
 
@@ -88,9 +106,9 @@ def kernel_lines(case: Case) -> Iterator[Finding]:
             row = convicting_line(case, fact)
             if row is None or fact.seq < facts.joined_seq:
                 continue
-            wide = _wide(case, fact, row.class_, row.meaning)
-            yield wide or _broken(case, facts, fact, row)
-            if not isinstance(wide, Verdict):
+            reach = wide(case, fact, row.class_, row.meaning)
+            yield reach or _broken(case, facts, fact, row)
+            if not isinstance(reach, Verdict):
                 break
 
 
@@ -117,18 +135,20 @@ def killed_for_memory(case: Case) -> Iterator[Finding]:
         )
 
 
-def _wide(case: Case, fact: XidFact | KernelFact, class_: str, what: str) -> Finding | None:
+def wide(
+    case: Case, fact: XidFact | KernelFact | GpuFact, class_: str, what: str, *, quiet_s: float = -1.0
+) -> Finding | None:
     """Everybody's trouble, or too early to say that it is not; None where it is this node's alone."""
     reached = _reach(case, class_, fact.seen_s)
-    if len(reached) >= _many(case):
-        return _everywhere(case, class_, what, reached)
-    due = fact.seen_s + case.policy.quiet_s
+    if len(reached) >= many(case):
+        return everywhere(case, class_, what, reached)
+    due = fact.seen_s + (case.policy.quiet_s if quiet_s < 0 else quiet_s)
     if case.now_s < due:
         return Pending(again_at_s=due, why=f"whether other nodes show {what} too")
     return None
 
 
-def _many(case: Case) -> int:
+def many(case: Case) -> int:
     """How many nodes make it everybody's trouble: the policy's number, or all of a smaller run (but two at least)."""
     return max(2, min(case.policy.many_nodes, len(case.evidence.present)))
 
@@ -178,7 +198,7 @@ def _broken(case: Case, facts: NodeFacts, fact: KernelFact, row: LineMeaning) ->
     )
 
 
-def _everywhere(case: Case, class_: str, what: str, reached: dict[Node, int]) -> Verdict:
+def everywhere(case: Case, class_: str, what: str, reached: dict[Node, int]) -> Verdict:
     names = ", ".join(sorted(reached))
     return Verdict(
         key=f"everywhere:{class_}:{min(reached.values())}",
@@ -207,18 +227,25 @@ def other_xids(case: Case) -> Iterator[Finding]:
             if case.now_s < due:
                 yield _pending(due, facts.node)
                 continue
-            yield Verdict(
-                key=f"xid:{facts.node}:{fact.xid.gpu}:{fact.xid.code}:{fact.attempt}",
-                kind=Kind.APP_FAULT if row.blames == "program" else Kind.NO_FAULT,
-                scope=Scope.GPU,
-                rule=row.class_ or "xid_without_consequence",
-                because=f"XID {fact.xid.code} ({row.name}) on {facts.node}: the catalogue blames the {row.blames}, "
-                "no rank died of it, and alone it convicts no hardware",
-                node=None,
-                gpu=fact.xid.gpu,
-                evidence=(fact.seq,),
-                rejected=(Rejected(alternative=f"hardware of {facts.node}", why="application-class evidence alone"),),
-            )
+            yield _other(facts.node, fact, row)
+
+
+def _other(node: Node, fact: XidFact, row: XidMeaning) -> Verdict:
+    said = "an exporter's gauge holds a code and no event" if fact.xid.source == _GAUGE else "no rank died of it"
+    hardware = row.blames in ("gpu", "link", "node")
+    kind = Kind.APP_FAULT if row.blames == "program" else Kind.HARDWARE_SUSPECT if hardware else Kind.NO_FAULT
+    why = "one line without a second witness" if hardware else "application-class evidence alone"
+    return Verdict(
+        key=f"xid:{node}:{fact.xid.gpu}:{fact.xid.code}:{fact.attempt}",
+        kind=kind,
+        scope=Scope.GPU,
+        rule=row.class_ or "xid_without_consequence",
+        because=f"XID {fact.xid.code} ({row.name}) on {node}: the catalogue blames the {row.blames}, "
+        f"{said}, and alone it convicts no hardware",
+        gpu=fact.xid.gpu,
+        evidence=(fact.seq,),
+        rejected=(Rejected(alternative=f"hardware of {node}", why=why),),
+    )
 
 
 def _pending(due_s: float, node: Node) -> Finding:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outlast.reliability.evidence import JobFact, NodeFacts
+from outlast.reliability.evidence import JobFact
 from outlast.reliability.model import Confidence, Kind, OperatorAsked, Scope, Verdict
+from outlast.reliability.node_facts import NodeFacts
 from outlast.reliability.policy import Case, Finding
 
 OURS = "outlast:"

@@ -144,6 +144,13 @@ class SimWorld:
             self.nodes[node].broken = True
         self.tell(node, m.XidSeen(node=node, at_s=self.loop.now_s, code=code, gpu=gpu))
 
+    def gpu(self, node: Node, field: str, now: int, gpu: str = "0000:3b:00", source: str = "nvml") -> None:
+        """A state of a GPU that turned bad."""
+        if field in ("lost", "remap_failed", "recovery_action"):
+            self.nodes[node].broken = True
+        change = m.GpuChanged(node=node, at_s=self.loop.now_s, source=source, gpu=gpu, field=field, before=0, now=now)
+        self.tell(node, change)
+
     def kill_rank(self, rank: int, *, exception: str = "", posix_signal: int | None = None, code: int = 1) -> None:
         gang = self.gang
         if gang is None or gang.dead:

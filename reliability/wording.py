@@ -99,6 +99,8 @@ def _tell_signal(signal: Signal) -> str:  # noqa: C901 - one line a kind of a cl
             return f"{source} {node} {gpu or ''} XID {code}{after} {text}"
         case m.KernelSeen(source=source, node=node, device=device, key=key, text=text):
             return f"{source} {node} {device} {key} {text}"
+        case m.GpuChanged(source=source, node=node, gpu=gpu, field=field, before=before, now=now):
+            return f"{source} {node} {gpu} {field} {'' if before is None else f'{before} -> '}{now}"
         case m.SourceBlind(node=node, source=source, why=why, lost=lost):
             return f"{source} on {node} was blind: {why}" + (f"; {many(lost, 'record')} lost" if lost else "")
         case m.RankExited():

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outlast.monitors.dcgm import FIELDS, WANTED, ExporterMemory, Found, gpu_states
 from outlast.monitors.exporter_page import PageReader
-from outlast.monitors.gpu_state import GpuChanged
-from outlast.reliability.model import SourceBlind, XidSeen
+from outlast.reliability.model import GpuChanged, SourceBlind, XidSeen
 
 BLANK = "9223372036854775794"
 XID = "DCGM_FI_DEV_XID_ERRORS"

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast.monitors.gpu_state import COUNTERS, FACTS, GpuChanged, GpuState, changes, merged, restarted
+from outlast.monitors.gpu_state import COUNTERS, FACTS, GpuState, changes, merged, restarted
 from outlast.monitors.nvml import Found, GpuWatch
 from outlast.monitors.nvml_words import Said
-from outlast.reliability.model import Node, SourceBlind, XidSeen
+from outlast.reliability.model import GpuChanged, Node, SourceBlind, XidSeen
 
 T = TypeVar("T")
 NODE = Node("n1")

@@ -16,7 +16,7 @@ import pytest
 from outlast.reliability.eventlog import read_events
 from outlast.reliability.events import AttemptMoved, Judged, LogEvent, Seen
 from outlast.reliability.freeze import freeze
-from outlast.reliability.model import GateOutcome, GateSeen, Kind, XidSeen
+from outlast.reliability.model import GateOutcome, GateSeen, GpuChanged, Kind, Scope, XidSeen
 from outlast.reliability.runfile import Checkpoint, Cluster, Limits, RunFile, Task
 
 pytestmark = pytest.mark.slow
@@ -74,3 +74,20 @@ def test_a_gpu_that_falls_off_the_bus_convicts_its_node(events: Callable[[], lis
     verdicts = until(lambda: [e.body.verdict for e in events() if isinstance(e.body, Judged)])
     assert (verdicts[0].kind, verdicts[0].node, verdicts[0].gpu) == (Kind.HARDWARE_FAULT, first.node, "0000:1b:00")
     assert verdicts[0].convicts
+
+
+def test_a_state_that_both_nodes_show_reaches_the_judge_and_blames_none(
+    events: Callable[[], list[LogEvent]], nvml: Any
+) -> None:
+    until(lambda: [e for e in events() if isinstance(e.body, AttemptMoved) and e.body.state == "starting"])
+    nvml.set("1 throttle 72", "0 remap_failed 1")
+    changed = until(lambda: [e.body.signal for e in events() if isinstance(e.body, Seen) and _is_state(e.body.signal)])
+    assert {(c.field, c.gpu) for c in changed} <= {("hw_slowdown", "0000:1b:00"), ("remap_failed", "0000:1a:00")}
+    verdicts = until(lambda: [e.body.verdict for e in events() if isinstance(e.body, Judged)])
+    # one library for both nodes of this run: the cause reaches all of it, and nobody is blamed
+    assert (verdicts[0].kind, verdicts[0].scope) == (Kind.AMBIGUOUS, Scope.EVERYTHING)
+    assert not any(v.convicts for v in verdicts)
+
+
+def _is_state(signal: object) -> bool:
+    return isinstance(signal, GpuChanged)
