@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outlast.launchers import after_import, gpu_clear, node_env, reap
@@ -65,7 +65,8 @@ def test_without_a_stack_it_cannot_be_told() -> None:
 def test_any_text_is_some_dump(text: str) -> None:
     threads = parse_dump(text)
     assert len(render(threads)) <= 4000
-    is_waiting(threads, "S")
+    assert is_waiting(threads, "T") is False
+    assert (is_waiting(threads, "S") is None) == (render(threads) == "")
 
 
 def test_a_process_name_may_hold_anything() -> None:
@@ -76,8 +77,37 @@ def test_a_process_name_may_hold_anything() -> None:
 
 
 @given(st.binary(max_size=200))
+@example(b"7 (x) S 1 2" + b" 3" * 18)
+@example(b"7 (x) S 1 2" + b" 3" * 16)
+@example(b"seven (x) S 1 2" + b" 3" * 18)
 def test_any_bytes_are_a_process_or_none(raw: bytes) -> None:
-    reap.parse_stat(raw)
+    proc = reap.parse_stat(raw)
+    head, _, tail = raw.rpartition(b")")
+    fields = tail.split()
+    numbers = [head.split(b" ", 1)[0], *fields[1:3], *fields[17:18], *fields[19:20]]
+    whole = len(numbers) == 5 and fields[0].isascii() and all(map(is_number, numbers))
+    assert (proc is not None) == whole
+    if proc is not None:
+        found = [proc.pid, proc.ppid, proc.group, proc.threads, proc.start_ticks]
+        assert found == [int(n) for n in numbers]
+
+
+def is_number(text: bytes) -> bool:
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
+
+
+@given(name=st.binary(max_size=40), numbers=st.lists(st.integers(0, 1 << 40), max_size=49))
+def test_a_process_of_any_name_is_read_as_far_as_its_line_goes(name: bytes, numbers: list[int]) -> None:
+    proc = reap.parse_stat(b"77 (" + name + b") S " + b" ".join(b"%d" % n for n in numbers))
+    if len(numbers) < 19:
+        assert proc is None
+    else:
+        ppid, group, threads, ticks = numbers[0], numbers[1], numbers[16], numbers[18]
+        assert proc == reap.Proc(pid=77, state="S", ppid=ppid, group=group, threads=threads, start_ticks=ticks)
 
 
 def test_a_pid_that_is_another_process_is_not_signalled() -> None:

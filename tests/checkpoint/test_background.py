@@ -44,6 +44,13 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def ignored_signals(pid: int) -> set[int]:
+    """As the kernel has it: bit n-1 for signal n."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
 def stand_still(link: Link) -> None:
     while True:
         time.sleep(60)
@@ -138,10 +145,14 @@ def test_term_and_int_are_the_parents_affair(start: Callable[..., Background]) -
 
     child = start(job)
     wait_for(lambda: child.stage() is Stage.HALFWAY)
+    assert ignored_signals(child.pid) >= {signal.SIGTERM, signal.SIGINT}
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(child.pid, number)
-    child.answer(b"")
-    wait_for(lambda: child.stage() is Stage.DONE)
+    assert child.how_it_ended() == ""
+    child.answer(b"what comes after them")
+    wait_for(child.is_gone)
+    assert (child.stage(), child.result()) == (Stage.DONE, b"what comes after them")
+    assert child.how_it_ended() == "ended with exit code 0"
 
 
 def test_an_answer_that_does_not_come(start: Callable[..., Background]) -> None:

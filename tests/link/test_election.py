@@ -176,6 +176,19 @@ def elections(run_dir: RunDir, leases: dict[Node, Lease], started: list[tuple[No
 ABC = (Node("a"), Node("b"), Node("c"))
 
 
+async def until(what: Callable[[], bool], limit_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
+def shown(run_dir: RunDir) -> set[str]:
+    """Agents that have shown themselves."""
+    folder = run_dir.orphans / "1"
+    return {p.name for p in folder.iterdir()} if folder.exists() else set()
+
+
 async def watch(
     run_dir: RunDir, alive: tuple[Node, ...], lapsed_s: float, until_started: int, roster: tuple[Node, ...] = ABC
 ) -> list[tuple[Node, int]]:
@@ -183,8 +196,8 @@ async def watch(
     started: list[tuple[Node, int]] = []
     tasks = [asyncio.create_task(e.run()) for e in elections(run_dir, leases, started).values()]
     try:
-        await asyncio.sleep(0.1)
-        assert started == [] and {p.name for p in (run_dir.orphans / "1").iterdir()} >= set(alive)
+        await until(lambda: shown(run_dir) >= set(alive))
+        assert started == []
         for lease in leases.values():
             lease.lease_age_s = 1.0
         deadline_s = time.monotonic() + lapsed_s
@@ -262,7 +275,7 @@ def test_in_a_large_run_who_sees_a_lower_one_alive_reads_no_further(tmp_path: Pa
         for election in made.values():
             election._show_s, election._fresh_s, election._turn_s = 0.2, 2.0, 60.0
         tasks = [asyncio.create_task(e.run()) for e in made.values()]
-        await asyncio.sleep(0.5)
+        await until(lambda: shown(run_dir) >= set(roster[1:]))
         for lease in leases.values():
             lease.lease_age_s = 1.0
         deadline_s = time.monotonic() + 20.0

@@ -237,6 +237,8 @@ def test_any_bytes_are_a_page(pages: list[bytes]) -> None:
     for text in pages:
         exporter.see(text)
         exporter.see(page(0) + text)
+    # whatever came before, a good page is read
+    assert exporter.codes(page(94)) == [94]
 
 
 @given(st.integers(), st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import example, given
@@ -236,6 +237,15 @@ def test_no_text_raises(text: str) -> None:
     for part in (parsed.text, text):
         found = memory.find(part)
         if found is not None:
-            recovery_text(found), nvlink_detail(found), sm_location(found)
-        find_sxid(part)
-        normalise_pci(part)
+            assert found.worded or str(found.code) in part
+            assert is_address(found.gpu) and found.text in part
+            assert (recovery_text(found) or "") in part and len(sm_location(found).split("/")) <= 3
+            detail = nvlink_detail(found)
+            assert detail is None or all(r < 1 << 32 for r in detail.registers)
+        switch = find_sxid(part)
+        assert switch is None or ("SXid" in part and is_address(switch.gpu) and switch.text in part)
+        assert is_address(normalise_pci(part))
+
+
+def is_address(gpu: str | None) -> bool:
+    return gpu is None or re.fullmatch(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}", gpu) is not None

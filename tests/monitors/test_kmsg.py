@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -74,10 +75,15 @@ def test_an_endless_line_is_cut_and_does_not_swallow_the_next(tmp_path: Path) ->
 @given(st.lists(st.binary(max_size=400), max_size=20))
 def test_any_bytes_in_any_pieces_give_signals_or_nothing(chunks: list[bytes]) -> None:
     decoder = KernelDecoder(NODE, "kmsg", accept_user_facility=True)
+    found: list[Found] = []
     for chunk in chunks:
-        decoder.record(chunk, 1.0)
-        decoder.record(b"3,7,9,-;NVRM: " + chunk, 1.0)
-        decoder.line(b"NVRM: Xid" + chunk, 1.0)
+        found += decoder.record(chunk, 1.0)
+        found += decoder.record(b"3,7,9,-;NVRM: " + chunk, 1.0)
+        found += decoder.line(b"NVRM: Xid" + chunk, 1.0)
+    assert all((f.node, f.at_s, f.source) == (NODE, 1.0, "kmsg") for f in found)
+    # whatever came before, a line of the driver's is read
+    (last,) = (f for f in decoder.record(record(1 << 40), 2.0) if isinstance(f, XidSeen))
+    assert (last.code, last.gpu, last.at_s) == (79, "0000:3b:00", 2.0)
 
 
 def record(sequence: int, priority: int = 3, text: str = LINE) -> bytes:
@@ -121,6 +127,26 @@ async def take(signals: AsyncIterator[Found], wanted: Callable[[Found], bool], l
     return await asyncio.wait_for(first(), limit_s)
 
 
+async def until(what: Callable[[], bool], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)
+
+
+async def opened(path: Path, *, times: int = 1) -> None:
+    """This process has it open so often; readers go to its end in the same turn of the loop in which they open it."""
+
+    def links() -> int:
+        found = 0
+        for fd in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+                found += os.readlink(fd) == str(path)
+        return found
+
+    await until(lambda: links() >= times)
+
+
 @pytest.mark.slow
 def test_a_line_in_a_file_becomes_a_signal_within_milliseconds(tmp_path: Path) -> None:
     path = tmp_path / "kern-n1.log"
@@ -129,7 +155,7 @@ def test_a_line_in_a_file_becomes_a_signal_within_milliseconds(tmp_path: Path) -
     async def scenario() -> tuple[Found, float]:
         signals = KernelLog(str(tmp_path / "kern-%n.log"), NODE, clock=lambda: 42.0, file_poll_s=0.01).signals()
         pending = asyncio.ensure_future(take(signals, lambda s: True))
-        await asyncio.sleep(0.1)  # the log is open and at its end; nothing to poll for shows it from outside
+        await opened(path)
         assert not pending.done()
         began = time.monotonic()
         with path.open("a") as f:
@@ -144,7 +170,16 @@ def test_a_line_in_a_file_becomes_a_signal_within_milliseconds(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_log_that_cannot_be_read_is_blindness_said_once(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_read_is_blindness_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    polls, poll = 0, FollowedFile.poll
+
+    def count(file: FollowedFile) -> list[bytes]:
+        nonlocal polls
+        polls += 1
+        return poll(file)
+
+    monkeypatch.setattr(FollowedFile, "poll", count)
+
     async def scenario() -> list[Found]:
         log = KernelLog(tmp_path / "missing.log", NODE, file_poll_s=0.005)
         heard: list[Found] = []
@@ -154,7 +189,7 @@ def test_a_log_that_cannot_be_read_is_blindness_said_once(tmp_path: Path) -> Non
                 heard.append(found)
 
         task = asyncio.ensure_future(listen())
-        await asyncio.sleep(0.2)
+        await until(lambda: polls >= 20)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return heard
@@ -188,12 +223,13 @@ def test_a_line_written_to_the_real_kernel_log_becomes_a_signal() -> None:
         ours: Callable[[Found], bool] = lambda s: isinstance(s, XidSeen) and s.gpu == gpu  # noqa: E731
         refused = asyncio.ensure_future(take(strict, ours, limit_s=60))
         heard = asyncio.ensure_future(take(open_to_user, ours, limit_s=10))
-        await asyncio.sleep(0.1)
+        await opened(Path("/dev/kmsg"), times=2)
         began = inject()
         found = await heard
         took_s = time.monotonic() - began
-        await asyncio.sleep(0.05)
-        assert not refused.done(), "a line of user space passed for the kernel's"
+        # how long it may take is what it took the other reader, a few times over
+        done, _ = await asyncio.wait([refused], timeout=max(0.05, 3 * took_s))
+        assert not done, "a line of user space passed for the kernel's"
         refused.cancel()
         await asyncio.gather(refused, return_exceptions=True)
         return found, took_s

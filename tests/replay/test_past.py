@@ -98,5 +98,12 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     )
 )
 def test_any_json_is_read_or_refused(value: object) -> None:
-    with contextlib.suppress(SlurmError):
-        parse_past(json.dumps({"jobs": [value]}))
+    asked = value if isinstance(value, dict) else {}
+    try:
+        jobs = parse_past(json.dumps({"jobs": [value]}))
+    except SlurmError as error:
+        assert str(error)
+    else:
+        # at most the one that stands there, and it began
+        assert len(jobs) <= 1
+        assert all(job.job == str(asked["job_id"]) and job.start_s == asked["time"]["start"] > 0 for job in jobs)

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.reliability import model as m
-from outlast.reliability.events import AttemptPlanned, LogEvent, Outcome, StepsDone
+from outlast.reliability.attempt import State
+from outlast.reliability.events import AttemptPlanned, Judged, LogEvent, Outcome, StepsDone
 from outlast.reliability.history import fold
 from outlast.reliability.model import Hold, Kind, Node, OperatorAsked, Scope, Verdict
 from outlast.reliability.wording import duration, tell_action, tell_signal, visible
 
 New = Callable[[], Any]
+STATES = {*map(str, State), "waiting", "held", "restarting", "finished", "stopped", "cancelled", "failed"}
 
 
 def test_the_demo_in_numbers(demo_events: tuple[LogEvent, ...]) -> None:
@@ -86,9 +88,18 @@ def test_what_a_later_attempt_took_back_is_not_in_the_lineage(new_story: New) ->
 def test_any_part_of_a_log_in_any_order_gives_a_view(demo_events: tuple[LogEvent, ...], seed: int) -> None:
     dice = random.Random(seed)
     part = dice.sample(demo_events, k=dice.randrange(0, len(demo_events)))
-    fold(part)
-    fold([event for event in demo_events if not isinstance(event.body, AttemptPlanned)])
-    fold([event for event in part if not isinstance(event.body, Outcome)])
+    unplanned = [event for event in demo_events if not isinstance(event.body, AttemptPlanned)]
+    without_outcomes = [event for event in part if not isinstance(event.body, Outcome)]
+    for events in (part, unplanned, without_outcomes):
+        view = fold(events)
+        told = [event.body for event in events]
+        assert view.state in STATES
+        assert {i.number for i in view.incidents} <= {b.incident for b in told if isinstance(b, Judged)}
+        named = {b.plan.attempt if isinstance(b, AttemptPlanned) else getattr(b, "attempt", 0) for b in told}
+        done = {s.train_step for b in told if isinstance(b, StepsDone) for s in b.steps}
+        assert {a.plan.attempt for a in view.attempts} <= named
+        assert {s.train_step for s in view.steps} <= done
+        assert all(a.to_s >= a.from_s for a in view.attempts)
 
 
 # ---------------------------------------------------------------- words
