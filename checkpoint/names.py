@@ -6,6 +6,7 @@ checkpoints/iter_0000030/       a checkpoint, believed once COMMITTED fits its m
             leases/iter_....WHO somebody needs that checkpoint: it is not pruned
             .leaving-iter_...   about to be deleted, may still come back (a lease)
             .trash-iter_...     being deleted
+            .fetching-iter_...  on its way here from an object store; not whole yet
             latest_checkpointed_iteration.txt   for readers that know the framework alone; never believed here
 """
 
@@ -20,6 +21,7 @@ ASIDE: Final = "aside"
 LEASES: Final = "leases"
 LEAVING: Final = ".leaving-"
 TRASH: Final = ".trash-"
+FETCHING: Final = ".fetching-"
 _NAME: Final = re.compile(r"iter_([0-9]{7,10})")
 
 
