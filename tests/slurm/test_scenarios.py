@@ -7,11 +7,13 @@ import os
 import random
 import signal
 import sys
+import time
 
 import pytest
 from slurm_harness import TARGET
 
 from outlast.reliability import model as m
+from outlast.reliability.attempt import State
 from outlast.reliability.events import AttemptMoved, AttemptPlanned, EpochTaken, RunEnded, Seen
 from outlast.reliability.fence import highest_number
 from outlast.reliability.model import Kind
@@ -31,6 +33,34 @@ def test_xid_79_swaps_the_node_and_drains_it(start, reference, idle_testbed):
     assert bad not in run.plan.nodes and len(run.view.attempts) == 2
     (verdict,) = run.verdicts
     assert (verdict.kind, verdict.node) == (Kind.HARDWARE_FAULT, bad)
+    idle_testbed.undrain(bad)
+
+
+def test_a_node_drains_within_a_second_and_is_drained_once_the_swap_has_emptied_it(start, reference, idle_testbed):
+    run = start(step_s=0.25)
+    run.until_step(12)
+    bad = run.plan.nodes[1]  # the batch node cannot leave its job
+
+    def slurm_says() -> str:
+        return run.bed.run(["sinfo", "-h", "-N", "-n", bad, "-o", "%T|%E"]).strip()
+
+    written_s = time.time()
+    run.xid(bad, 79)
+    run.until("the drain", lambda: "drain" in slurm_says() and "outlast:" in slurm_says(), 10)
+    assert time.time() - written_s < 1.0, slurm_says()
+    emptied = run.until(
+        "the swap",
+        lambda: [e for e in run.events if isinstance(e.body, AttemptMoved) and e.body.state is State.ENDED],
+        40,
+    )
+    run.until("the node drained", lambda: slurm_says().startswith("drained|"), 20)
+    assert time.time() - emptied[0].at_s < 5.0
+    assert run.squeue() == "RUNNING" and not run.of(RunEnded), "the job goes on without it"
+    assert run.until_ended() == "finished"
+    run.check_result(reference)
+    run.check_plans()
+    run.check_drained(bad)
+    assert len(run.view.attempts) == 2 and len(run.verdicts) == 1, run.story()
     idle_testbed.undrain(bad)
 
 

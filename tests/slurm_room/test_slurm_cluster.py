@@ -165,6 +165,48 @@ def test_a_requeue_lands_without_the_excluded_node(run: Callable[..., Run], idle
     assert row and set(row.exclude) == {bad, second.nodes[0]}
 
 
+def test_a_node_is_given_back_and_the_others_go_on(run: Callable[..., Run], idle_testbed: Testbed) -> None:
+    r = run(4)
+    allocation = r.submit()
+    r.cluster.launch_agents(allocation, allocation.nodes)
+    r.await_beats("agent", set(allocation.nodes), slurm_step="0")
+    batch = allocation.batch_node
+    out = max(n for n in allocation.nodes if n != batch)
+    assert batch is not None and "draining" in r.cluster.drain(out, "outlast: test")
+
+    assert "keeps 3 nodes" in r.cluster.release(out, allocation.job)
+    eventually(lambda: r.cluster.node_states([out])[0].state == "idle", what="the node empty of jobs")
+    assert "drain" in r.cluster.node_states([out])[0].flags
+    rest = set(allocation.nodes) - {out}
+    assert set(r.allocation().nodes) == rest and r.allocation().state == "RUNNING"
+    r.await_beats("agent", rest, slurm_step="0")
+    assert "not in job" in r.cluster.release(out, allocation.job), "twice does no harm"
+    with pytest.raises(PortError, match="batch script") as refused:
+        r.cluster.release(batch, allocation.job)
+    assert not refused.value.again and set(r.allocation().nodes) == rest
+    # another step on what is left, and a requeue asks for all four again
+    r.cluster.launch_agents(r.allocation(), tuple(sorted(rest)))
+    r.await_beats("agent", rest, slurm_step="1")
+    began = time.time()
+    r.cluster.requeue(allocation.job, [])
+    eventually(
+        lambda: r.beats("run", since=began + 2) and r.allocation().restarts == 1, what="a new start", timeout_s=60
+    )
+    assert len(r.allocation().nodes) == 4 and out not in r.allocation().nodes
+    idle_testbed.undrain(out)
+
+
+def test_a_feeder_that_gives_its_only_node_back_ends(run: Callable[..., Run]) -> None:
+    r = run(2)
+    r.submit()
+    job = r.cluster.feed(1, [])
+    eventually(lambda: r.allocation(job).state == "RUNNING", what="the feeder")
+    (node,) = r.allocation(job).nodes
+    assert "ended" in r.cluster.release(node, job)
+    eventually(lambda: r.allocation(job).state == "CANCELLED", what="the feeder's end")
+    assert any(a.state == "RUNNING" and not a.feeder for a in r.cluster.allocations())
+
+
 def test_a_feeder_runs_agents_and_nothing_else(run: Callable[..., Run]) -> None:
     r = run(3)
     first = r.submit()
