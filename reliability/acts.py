@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from outlast.reliability import model as m
+from outlast.reliability.lane import Lane
 from outlast.reliability.model import JobId, Node
 from outlast.reliability.ports import Allocation, CheckpointStore, Cluster, Pager, PortError
 from outlast.reliability.runstate import OpenAct, RunState
@@ -44,6 +45,7 @@ class Acts:
     ) -> None:
         """`let_go` asks a node's agent to leave, and waits for it."""
         self.cluster, self.store, self.pager, self.run_name = cluster, store, pager, run_name
+        self.setting_aside = Lane("the checkpoint store")
         self.let_go = let_go
 
     async def perform(
@@ -86,7 +88,7 @@ class Acts:
                 done = await call(lambda: self.cluster.release(node, job))
                 return done if left else f"{done}; its agent had not left by then"
             case m.RollBack(quarantine=step, why=why):
-                await call(lambda: self.store.quarantine(step, why))
+                await self.setting_aside.ask(lambda: self.store.quarantine(step, why), timeout_s=_CALL_S)
                 return f"checkpoint {step} set aside"
             case _:
                 return ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from outlast.reliability.attempt import State
 from outlast.reliability.events import Outcome, StepsDone
 from outlast.reliability.hangs import Save
 from outlast.reliability.inbox import Beaten, Done, Gone, Heard, Joined, Noticed, Stacked
+from outlast.reliability.lane import Lane
 from outlast.reliability.model import Node
 from outlast.reliability.parts import IdentityChanges
 from outlast.reliability.ports import Allocation, PortError
@@ -26,6 +28,10 @@ from outlast.reliability.wire import Beat, Hello, StopRanks
 if TYPE_CHECKING:
     from outlast.reliability.supervisor import Supervisor
 
+_TIDY_S = 3600.0
+"""Pruning reads the newest checkpoint through once."""
+_LONG_S = 600.0
+"""A prune that takes longer is worth a word."""
 _RECONNECT_S = 3.0
 """A closed connection may be a hiccup: this long before its agent is taken for lost."""
 
@@ -44,6 +50,7 @@ class Inputs:
         self.gone_why: dict[Node, str] = {}
         self.silent_site = ""
         self.tasks: set[asyncio.Task[None]] = set()
+        self.pruning = Lane("the checkpoint store")
 
     def take(self) -> None:
         """Everything in the inbox, oldest first; an item leaves it when its events are in the log."""
@@ -157,11 +164,11 @@ class Inputs:
                 durable_s=age_s,
             )
         )
-        now = loop.state.evidence.current
-        keep = [now.plan.restore_step] if now else []
-        self._background(
-            lambda: loop.parts.store.prune(loop.parts.run.checkpoint.keep_last, keep=keep), "old checkpoints"
-        )
+        if self.pruning.busy_s is None or self.pruning.busy_s > _LONG_S:  # else the next one's turn will do
+            now, asked = loop.state.evidence.current, loop.parts.run.checkpoint
+            keep = [now.plan.restore_step] if now else []
+            prune = partial(loop.parts.store.prune, asked.keep_last, keep=keep)
+            self._background(prune, "old checkpoints", self.pruning)
 
     def _lost_agents(self) -> None:
         """Agents that are gone or silent for too long -- after the scheduler was asked once more."""
@@ -253,12 +260,12 @@ class Inputs:
         else:
             loop.watch.poke()  # what the scheduler says of the job decides: cancelled, requeued, time limit
 
-    def _background(self, what: Callable[[], object], about: str) -> None:
+    def _background(self, what: Callable[[], object], about: str, lane: Lane | None = None) -> None:
         """A port call that nothing waits for; a failure is noted."""
 
         async def run() -> None:
             try:
-                await call(what)
+                await (lane.ask(what, timeout_s=_TIDY_S) if lane else call(what))
             except PortError as error:
                 self.loop.put(f"{about}: {error}")
             except Exception as error:  # noqa: BLE001 - a thread's fault must not vanish

@@ -9,9 +9,9 @@ import msgspec
 
 from outlast.reliability import model as m
 from outlast.reliability import planning
-from outlast.reliability.acts import call
 from outlast.reliability.decide import ladder
 from outlast.reliability.events import AttemptPlanned
+from outlast.reliability.lane import Lane
 from outlast.reliability.ports import Choice, PortError
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _VERIFY_S = 3600.0
 """Verifying a large checkpoint reads all of it once."""
+_SLOW_S = 60.0
+"""After this a person is told that the store is still being read."""
 
 
 class Planner:
@@ -27,6 +29,7 @@ class Planner:
     def __init__(self, loop: Supervisor) -> None:
         self.loop = loop
         self.choosing: asyncio.Task[None] | None = None
+        self.lane = Lane("the checkpoint store")
         self.choice: Choice | None = None
         self.said = ""
 
@@ -103,7 +106,12 @@ class Planner:
         loop = self.loop
         try:
             quarantined = loop.state.quarantined
-            self.choice = await call(lambda: loop.parts.store.choose(quarantined=quarantined), timeout_s=_VERIFY_S)
+            slow = asyncio.get_running_loop().call_later(_SLOW_S, self._say_slow)
+            try:
+                choose = lambda: loop.parts.store.choose(quarantined=quarantined)  # noqa: E731
+                self.choice = await self.lane.ask(choose, timeout_s=_VERIFY_S)
+            finally:
+                slow.cancel()
             self._passed_over(self.choice)
         except PortError as error:
             self._say_once(f"checkpoints: {error}")
@@ -114,6 +122,9 @@ class Planner:
         finally:
             self.choosing = None
             loop.awake.set()
+
+    def _say_slow(self) -> None:
+        self._say_once(f"checkpoints: no answer yet after {_SLOW_S:.0f} s: large ones, or a file system that hangs")
 
     def _say_once(self, text: str) -> None:
         """What comes back every two seconds is said once."""

@@ -2,7 +2,7 @@
  *
  * $FAULTY_CONTROL is a file of two 64-bit numbers, kind and bytes left, mapped shared: all processes of a test see the
  * same quota, and the test changes it by writing to the file. Kinds: 0 healthy, 1 EDQUOT, 2 stuck, 3 slow,
- * 4 EDQUOT at fsync alone (as NFS tells it). This kernel has no quotas, so a real one cannot be had.
+ * 4 EDQUOT at fsync alone (as NFS tells it), 5 reads are stuck. This kernel has no quotas, so a real one cannot be had.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -16,7 +16,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { HEALTHY, QUOTA, STUCK, SLOW, QUOTA_AT_SYNC };
+enum { HEALTHY, QUOTA, STUCK, SLOW, QUOTA_AT_SYNC, STUCK_READ };
 struct control { int64_t kind, left; };
 static struct control *control;
 static const char *below;
@@ -47,7 +47,7 @@ static int is_ours(int fd)
 /* 0: go on; -1: errno is set */
 static int pass(int fd, size_t count)
 {
-	if (!is_ours(fd) || control->kind == QUOTA_AT_SYNC)
+	if (!is_ours(fd) || control->kind >= QUOTA_AT_SYNC)
 		return 0;
 	if (__atomic_sub_fetch(&control->left, (int64_t)count, __ATOMIC_SEQ_CST) >= 0)
 		return 0;
@@ -96,4 +96,24 @@ int fsync(int fd)
 		return -1;
 	}
 	return REAL(fsync)(fd);
+}
+
+static void wait_to_read(int fd)
+{
+	while (is_ours(fd) && control->kind == STUCK_READ)
+		usleep(10000);
+}
+ssize_t read(int fd, void *data, size_t n) { wait_to_read(fd); return REAL(read)(fd, data, n); }
+ssize_t readv(int fd, const struct iovec *parts, int n) { wait_to_read(fd); return REAL(readv)(fd, parts, n); }
+ssize_t pread(int fd, void *data, size_t n, off_t at) { wait_to_read(fd); return REAL(pread)(fd, data, n, at); }
+ssize_t pread64(int fd, void *data, size_t n, off64_t at) { wait_to_read(fd); return REAL(pread64)(fd, data, n, at); }
+ssize_t preadv(int fd, const struct iovec *parts, int n, off_t at)
+{
+	wait_to_read(fd);
+	return REAL(preadv)(fd, parts, n, at);
+}
+ssize_t preadv64(int fd, const struct iovec *parts, int n, off64_t at)
+{
+	wait_to_read(fd);
+	return REAL(preadv64)(fd, parts, n, at);
 }

@@ -3,7 +3,9 @@
 `Recorder` does the operations for real and keeps them. `Disk` replays a prefix and says what would be on the platter:
 names persist by a directory's fsync (a rename is one journal entry: both sides or none), contents by the file's own.
 Between "nothing that was not synced" and "everything" lie the mixtures: some of the pending names, in journal order,
-and any part of the pending contents.
+and any part of the pending contents. Large files are written in blocks by several threads: of those any may have
+reached the disk and any not, whatever came first, in a file that has its length already. One of the stories is the
+writer process's own code (checkpoint/engine.py) with the recorder in the place of the file system.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from typing import Any
 
 import pytest
 
+from outlast.checkpoint import blocks, engine
+from outlast.checkpoint.background import Link, Stage
 from outlast.checkpoint.commit import commit, write_bytes, write_tracker
-from outlast.checkpoint.manifest import Manifest
+from outlast.checkpoint.job import Region, SaveJob
+from outlast.checkpoint.manifest import SCHEMA, Manifest
 from outlast.checkpoint.names import name_step
-from outlast.checkpoint.ops import RealOps, Sink
+from outlast.checkpoint.ops import PAGE_BYTES, BlockSink, RealOps, Sink
 from outlast.checkpoint.store import Store
 from outlast.checkpoint.verify import verify
 from outlast.reliability.model import Layout
@@ -77,6 +82,26 @@ class Recorder(RealOps):
 
         return RecordingSink()
 
+    def create_blocks(self, path: Path, size_bytes: int) -> BlockSink:
+        at, outer = self._at(path), self
+        self.ops.append(("create_blocks", at, size_bytes))
+        inner = super().create_blocks(path, size_bytes)
+
+        class RecordingBlocks:
+            def write_at(self, pages: memoryview, at_bytes: int, /) -> None:
+                inner.write_at(pages, at_bytes)
+                outer.ops.append(("write_at", at, at_bytes, bytes(pages)))  # from several threads: append is atomic
+
+            def sync(self) -> None:
+                outer.ops.append(("cut", at, size_bytes))
+                inner.sync()
+                outer.ops.append(("sync", at))
+
+            def close(self) -> None:
+                inner.close()
+
+        return RecordingBlocks()
+
     def rename(self, old: Path, new: Path) -> None:
         super().rename(old, new)
         self.ops.append(("rename", self._at(old), self._at(new)))
@@ -98,6 +123,23 @@ class Recorder(RealOps):
 class File:
     content: bytes = b""
     synced: bytes = b""
+    writes: list[tuple[int, bytes]] | None = None
+    """Blocks since the last sync, in a file that is written in blocks."""
+
+    def on_disk(self, how: str, rng: random.Random) -> bytes:
+        """What is there after the loss: nothing that was not synced, all of it, or any part."""
+        if self.writes is None:
+            extra = self.content[len(self.synced) :] if self.content.startswith(self.synced) else b""
+            return self.synced + extra[: {"drop": 0, "keep": len(extra), "mix": rng.randint(0, len(extra))}[how]]
+        if how != "mix":
+            return self.content if how == "keep" else self.synced
+        # the length may be there before the blocks, and any block without the others
+        full = bytearray(self.synced.ljust(rng.choice([0, len(self.content)]), b"\0"))
+        for at, block in self.writes:
+            if rng.random() < 0.7:
+                full = full.ljust(at, b"\0")
+                full[at : at + len(block)] = block
+        return bytes(full[: len(self.content)])
 
 
 @dataclass
@@ -147,14 +189,13 @@ class Disk:
                 self.change((*self.split(path), Folder()))
             case ("create", path):
                 self.change((*self.split(path), File()))
-            case ("write" | "sync", path, *data):
+            case ("create_blocks", path, size_bytes):
+                self.change((*self.split(path), File(content=bytes(size_bytes), writes=[])))
+            case ("write" | "write_at" | "cut" | "sync", path, *data):
                 folder, name = self.split(path)
                 file = folder.names[name]
                 assert isinstance(file, File)
-                if data:
-                    file.content += data[0]
-                else:
-                    file.synced = file.content
+                self.touch(file, op[0], *data)
             case ("rename", old, new):
                 folder, name = self.split(old)
                 self.change((folder, name, None), (*self.split(new), folder.names[name]))
@@ -164,6 +205,22 @@ class Disk:
                 folder = self.find(path)
                 for entry in self.journal:
                     entry.synced |= any(side[0] is folder for side in entry.sides)
+
+    def touch(self, file: File, verb: str, *data: Any) -> None:
+        if verb == "write":
+            file.content += data[0]
+        elif verb == "write_at":
+            at, block = data
+            content = bytearray(file.content.ljust(at, b"\0"))
+            content[at : at + len(block)] = block
+            file.content = bytes(content)
+            assert file.writes is not None
+            file.writes.append((at, block))
+        elif verb == "cut":
+            file.content = file.content[: data[0]]
+        else:
+            file.synced = file.content
+            file.writes = None if file.writes is None else []
 
     def materialise(self, target: Path, how: str, rng: random.Random) -> None:
         pending = [e for e in self.journal if not e.synced]
@@ -186,9 +243,7 @@ class Disk:
             if isinstance(thing, Folder):
                 self._write(at / name, thing, trees, how, rng)
                 continue
-            extra = thing.content[len(thing.synced) :] if thing.content.startswith(thing.synced) else b""
-            kept = {"drop": 0, "keep": len(extra), "mix": rng.randint(0, len(extra))}[how]
-            (at / name).write_bytes(thing.synced + extra[:kept])
+            (at / name).write_bytes(thing.on_disk(how, rng))
 
 
 def save(ops: Recorder, step: int, *, shards: int = 2) -> None:
@@ -236,7 +291,61 @@ def story_of_quarantine(ops: Recorder) -> None:
     save(ops, 40)
 
 
-STORIES = [story_of_saves, story_of_pruning, story_of_a_second_try, story_of_quarantine]
+class Listener(Link):
+    """The writer's end of the link, with nobody at the other one."""
+
+    def __init__(self) -> None:
+        self.said: list[Stage] = []
+
+    def report(self, stage: Stage, content: bytes = b"") -> None:
+        self.said.append(stage)
+
+
+def write_as_the_process(ops: Recorder, step: int, *, ranks: int = 2) -> None:
+    """One save by checkpoint/engine.py, rank 0's part last, from a staging memory of five and a half pages a rank."""
+    directory = ops.root / name_step(step)
+    Store(ops.root, ops=ops).set_aside(step)
+    ops.make_dir(directory)
+    size_bytes = 5 * PAGE_BYTES + PAGE_BYTES // 2
+    for rank in reversed(range(ranks)):
+        staging = os.memfd_create("staging")
+        image = f"{step}/{rank}/".encode() * (2 * PAGE_BYTES)
+        os.pwrite(staging, image[: 8 * PAGE_BYTES], 0)
+        index = [Region(name=".metadata", at_bytes=6 * PAGE_BYTES, size_bytes=100)]
+        index += [Region(name="metadata.json", at_bytes=7 * PAGE_BYTES, size_bytes=20)]
+        manifest = Manifest(schema=SCHEMA, train_step=step, samples=step, layout=Layout(), files={})
+        job = SaveJob(
+            save_id=f"s-{step}",
+            rank=rank,
+            world_size=ranks,
+            root=str(ops.root),
+            directory=str(directory),
+            image_bytes=8 * PAGE_BYTES,
+            shards=(Region(name=f"__{rank}_0.distcp", at_bytes=0, size_bytes=size_bytes),),
+            index=() if rank else tuple(index),
+            manifest=None if rank else manifest,
+            timeout_s=10.0,
+        )
+        link = Listener()
+        engine._save(link, staging, job, lambda point: ops.note("durable", step) if point == "commit.durable" else None)
+        os.close(staging)
+        assert link.said == ([Stage.HALFWAY] if rank else [Stage.HALFWAY, Stage.DONE])
+
+
+def story_of_the_writer_process(ops: Recorder) -> None:
+    for step in (10, 20):
+        write_as_the_process(ops, step)
+    write_as_the_process(ops, 20)
+    Store(ops.root, ops=ops).prune(1, keep=())
+
+
+STORIES = [
+    story_of_saves,
+    story_of_pruning,
+    story_of_a_second_try,
+    story_of_quarantine,
+    story_of_the_writer_process,
+]
 
 
 def expect(prefix: list[Op]) -> tuple[int, int]:
@@ -262,9 +371,15 @@ def fast_place() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("story", STORIES)
-def test_every_prefix_opens_to_the_newest_whole_one(story: Any, tmp_path: Path, fast_place: Path) -> None:
+def test_every_prefix_opens_to_the_newest_whole_one(
+    story: Any, tmp_path: Path, fast_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder(tmp_path / "real")
     recorder.root.mkdir()
+    # a block a page: many of them in a small file
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(blocks, "HASH_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(engine, "RealOps", lambda: recorder)
     story(recorder)
     assert len(recorder.ops) > 60
     disk, rng, chosen = Disk(), random.Random(7), set()

@@ -28,7 +28,7 @@ from outlast.checkpoint.store import Store
 from outlast.checkpoint.verify import read_manifest, verify
 from outlast.reliability.model import Layout
 
-HEALTHY, QUOTA, STUCK, SLOW, QUOTA_AT_SYNC = range(5)
+HEALTHY, QUOTA, STUCK, SLOW, QUOTA_AT_SYNC, STUCK_READ = range(6)
 SHIM = Path(__file__).with_name("faulty_io.c")
 
 
@@ -193,6 +193,50 @@ def test_the_saver_survives_a_quota_a_stuck_and_a_slow_store(faulty: Faulty) -> 
     assert said["slow"][0] == 30  # late, but true
     assert said["steps"] == [5, 15, 25, 30]
     assert chosen(faulty.root) == 30
+
+
+STUCK_PROGRAM = """
+import asyncio, time
+from outlast.checkpoint.store import Store
+from outlast.reliability.lane import Lane
+from outlast.reliability.ports import PortError
+lane, store = Lane("the checkpoint store"), Store(root)
+async def ask(timeout_s):
+    began_s = time.monotonic()
+    try:
+        found = (await lane.ask(lambda: store.choose(quarantined=()), timeout_s=timeout_s)).restore.train_step
+    except PortError as e:
+        found = str(e) if e.again else "final"
+    return found, time.monotonic() - began_s
+async def main():
+    fault(5)
+    said = [await ask(0.3), await ask(60.0)]
+    # everything else goes on: the pool of threads is whole
+    said.append(sum(await asyncio.gather(*(asyncio.to_thread(lambda: 1) for _ in range(40)))))
+    if len(sys.argv) > 3:
+        fault(0)
+        while lane.busy_s is not None:
+            await asyncio.sleep(0.01)
+        said.append(await ask(60.0))
+    return said
+print(json.dumps(asyncio.run(main())))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_store_whose_reads_are_stuck_holds_nobody_who_asks(faulty: Faulty, recovers: bool) -> None:
+    """As the supervisor asks it: refused in words within the deadline, and the process ends all the same."""
+    make(faulty.root, 10)
+    began_s = time.monotonic()
+    said = faulty.python(STUCK_PROGRAM, *(["back"] if recovers else []))
+    assert time.monotonic() - began_s < 30.0, "the end of the process waited for the thread"
+    (first, waited_s), (second, at_once_s), others = said[:3]
+    assert "no answer of the checkpoint store within 0 s" in first and waited_s < 10
+    assert "has not answered the last call" in second and at_once_s < 0.2
+    assert others == 40
+    if recovers:
+        assert said[3][0] == 10
 
 
 @pytest.mark.slow
