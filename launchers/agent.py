@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from outlast.launchers import adapt, node_env, reap, stacks
+from outlast.launchers import adapt, gpu_news, node_env, reap, stacks
 from outlast.launchers.agent_log import AgentLog
 from outlast.launchers.election import Election
 from outlast.launchers.held import HeldRank
@@ -37,9 +37,7 @@ from outlast.launchers.nest import Nest, NestError
 from outlast.launchers.node_gate import look_at_node, rank_marker
 from outlast.launchers.recorder import NODE_ENV
 from outlast.launchers.successor import Successor
-from outlast.monitors.gpu_tell import GpuTeller
 from outlast.monitors.kmsg import KernelLog
-from outlast.monitors.nvml import GpuWatch
 from outlast.reliability.fence import FenceError, highest
 from outlast.reliability.frames import parse_secret
 from outlast.reliability.model import GateSeen, JobId, Node, Signal
@@ -109,8 +107,10 @@ class Agent:
 
     async def work(self, *more: Coroutine[None, None, None]) -> int:
         """Everything that goes on beside the link, until `ended`; then all below this agent is ended."""
-        for task in (self._look_on(), self._reap_on(), self._kernel_log(), self._gpus(), *more):
+        for task in (self._look_on(), self._reap_on(), self._kernel_log(), *more):
             self.begin(task)
+        for source in gpu_news.sources(self.run, self.node, self.keeper.helpers):
+            self.begin(gpu_news.pass_on(source, self.hear))
         self.keeper.start_warm()
         await self.ended.wait()
         for running in self._tasks:
@@ -216,18 +216,9 @@ class Agent:
         path = self.run.cluster.kernel_log.replace("%run", str(self.run_dir.root))
         if not path:
             return
-        accept = self.run.cluster.accept_user_facility
+        accept = node_env.believes_user_space(self.run, os.environ)
         async for found in KernelLog(path, self.node, accept_user_facility=accept).signals():
             self.hear(found)
-
-    async def _gpus(self) -> None:
-        """XIDs and states as the driver's library tells them, and whether it answers at all."""
-        if not self.run.cluster.gpus_per_node:
-            return
-        helpers, teller = self.keeper.helpers, GpuTeller()
-        async for found in GpuWatch(self.node, began=helpers.add, over=helpers.discard).signals():
-            if (worth := teller.pick(found)) is not None:
-                self.hear(worth)
 
 
 async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, nest: Nest) -> int:

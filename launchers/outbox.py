@@ -105,9 +105,8 @@ def _repeats(entries: dict[int, _Entry]) -> Callable[[_Entry], bool]:
                 key = (code, gpu)
             case m.GpuChanged(source=source, gpu=gpu, field=field, now=now):
                 key = (source, gpu, field, now > 0)
-        if key:
-            if first.setdefault(key, id(entry)) != id(entry):
-                again.add(id(entry))
+        if key and first.setdefault(key, id(entry)) != id(entry):
+            again.add(id(entry))
     return lambda entry: id(entry) in again
 
 

@@ -27,6 +27,7 @@ RESERVED_ENV: Final = (
 
 
 _URL: Final = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<place>\S+)")
+_PAGE: Final = re.compile(r"https?://[A-Za-z0-9.%_\[\]:-]{1,255}(?:/[^\s@]{0,255})?")
 
 
 class Complaint(Noun, frozen=True, kw_only=True):
@@ -68,6 +69,9 @@ def _check_cluster(run: RunFile) -> list[Complaint]:
     if cluster.kind == "local" and cluster.gpus_per_node:
         text = "the local cluster has no GPUs to give; expected 0, with ranks_per_node for the number of ranks"
         found.append(Complaint(path="$.cluster.gpus_per_node", text=text))
+    if cluster.exporter not in ("", "local") and not _PAGE.fullmatch(cluster.exporter):
+        text = "no URL; expected local, or one such as http://%n:9400/metrics without a user in it"
+        found.append(Complaint(path="$.cluster.exporter", text=text))
     return found
 
 

@@ -202,8 +202,6 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
             return _fold_xid(evidence, event, xid)
         case m.KernelSeen() as line:
             return _fold_kernel(evidence, event, line)
-        case m.GpuChanged() as change:
-            return _fold_gpu(evidence, event, change)
         case m.RankExited() as gone:
             now = evidence.current
             if now is None or any(f.exit.rank == gone.rank for f in now.exits):
@@ -233,8 +231,6 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
             return replaced(  # type: ignore[no-any-return]
                 evidence, jobs={**evidence.jobs, job.job: JobFact(seq=event.seq, state=job)}
             )
-        case m.SourceBlind(node=node, hung=hung):
-            return _with_node(evidence, node, hung_seq=event.seq, hung_s=event.at_s) if hung else evidence
         case _:
             return _fold_node_signal(evidence, event, signal)
 
@@ -242,10 +238,14 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
 def _fold_node_signal(
     evidence: Evidence,
     event: LogEvent,
-    signal: m.AgentJoined | m.AgentLost | m.NodeState | m.GateSeen | m.NodeNotClear,
+    signal: m.GpuChanged | m.SourceBlind | m.AgentJoined | m.AgentLost | m.NodeState | m.GateSeen | m.NodeNotClear,
 ) -> Evidence:
     facts = evidence.node(signal.node)
     match signal:
+        case m.GpuChanged() as change:
+            return _fold_gpu(evidence, event, change)
+        case m.SourceBlind(node=node, hung=hung):
+            return _with_node(evidence, node, hung_seq=event.seq, hung_s=event.at_s) if hung else evidence
         case m.AgentJoined() as joined:
             if joined.incarnation == facts.incarnation and facts.present:
                 return evidence

@@ -67,6 +67,8 @@ class Policy(Noun, frozen=True, kw_only=True):
     """After a line that would convict, wait this long for the same on other nodes: what reaches many convicts none."""
     polled_s: float = 15.0
     """The same for what is only looked at every few seconds: each node tells it at its own time."""
+    exported_s: float = 60.0
+    """The same for an exporter's page: it collects every 30 s by itself, and is fetched every 15 s."""
     settle_s: float = 0.5
     """After a rank's death, wait this long for the kernel's word before blaming the program. Its lines arrive within
     milliseconds, and one that comes later still convicts: it then costs a second restart."""

@@ -17,7 +17,7 @@ from outlast.reliability.gpu_facts import key_of, standing
 from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.node_facts import GpuFact, NodeFacts
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending
-from outlast.reliability.rules_node import convicting_change, everywhere, in_use, many, wide
+from outlast.reliability.rules_node import EXPORTER, convicting_change, everywhere, in_use, many, wide
 
 _MEMORY = "gpu_memory_ue"
 _GATE_HANGS = "gpu: unknown: NVML: no answer"
@@ -35,7 +35,7 @@ def broken_gpus(case: Case) -> Iterator[Finding]:
             row = convicting_change(case, fact)
             if row is None:
                 continue
-            reach = wide(case, fact, row.class_, row.meaning, quiet_s=case.policy.polled_s)
+            reach = wide(case, fact, row.class_, row.meaning, quiet_s=_patience_s(case, fact))
             yield reach or _broken(case, facts, fact, row)
             if not isinstance(reach, Verdict):
                 break
@@ -70,7 +70,7 @@ def memory_again(case: Case) -> Iterator[Finding]:
             first = _earlier(case, facts, fact)
             if row is None or row.class_ != _MEMORY or first is None:
                 continue
-            reach = wide(case, fact, row.class_, row.meaning, quiet_s=case.policy.polled_s)
+            reach = wide(case, fact, row.class_, row.meaning, quiet_s=_patience_s(case, fact))
             yield reach or Verdict(
                 key=f"hardware:{facts.node}:{facts.joined_seq}",
                 kind=Kind.HARDWARE_SUSPECT,
@@ -107,7 +107,7 @@ def suspect_gpus(case: Case) -> Iterator[Finding]:
             row = _row(case, fact)
             if row is None or convicting_change(case, fact) is not None:
                 continue
-            due = fact.seen_s + case.policy.polled_s
+            due = fact.seen_s + _patience_s(case, fact)
             if case.now_s < due:
                 yield Pending(again_at_s=due, why=f"whether {row.meaning} on {facts.node} lasts, and where else")
                 continue
@@ -179,6 +179,11 @@ def _silent(facts: NodeFacts) -> Verdict:
         evidence=(facts.hung_seq,),
         rejected=(Rejected(alternative=f"hardware of {facts.node}", why="no answer is not a fault"),),
     )
+
+
+def _patience_s(case: Case, fact: GpuFact) -> float:
+    """How long the other nodes may take to tell the same."""
+    return case.policy.exported_s if fact.change.source == EXPORTER else case.policy.polled_s
 
 
 def _fresh(facts: NodeFacts) -> Iterator[GpuFact]:

@@ -11,7 +11,7 @@ from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejec
 from outlast.reliability.node_facts import GpuFact, KernelFact, NodeFacts, XidFact
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
 
-_GAUGE = "dcgm"
+EXPORTER = "dcgm"
 """An exporter's gauge holds a code and no event: its change asks for a look and convicts nobody."""
 
 
@@ -24,7 +24,7 @@ def in_use(case: Case, node: Node) -> bool:
 def convicting(case: Case, fact: XidFact) -> XidMeaning | None:
     """The catalogue's row if this line alone convicts, else None. An XID caused by an earlier one follows that one."""
     row = meaning(case, fact)
-    return row if row.convicts and row.alone and fact.xid.source != _GAUGE else None
+    return row if row.convicts and row.alone and fact.xid.source != EXPORTER else None
 
 
 GATES_S = 5.0
@@ -231,7 +231,7 @@ def other_xids(case: Case) -> Iterator[Finding]:
 
 
 def _other(node: Node, fact: XidFact, row: XidMeaning) -> Verdict:
-    said = "an exporter's gauge holds a code and no event" if fact.xid.source == _GAUGE else "no rank died of it"
+    said = "an exporter's gauge holds a code and no event" if fact.xid.source == EXPORTER else "no rank died of it"
     hardware = row.blames in ("gpu", "link", "node")
     kind = Kind.APP_FAULT if row.blames == "program" else Kind.HARDWARE_SUSPECT if hardware else Kind.NO_FAULT
     why = "one line without a second witness" if hardware else "application-class evidence alone"

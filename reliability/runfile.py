@@ -65,6 +65,12 @@ class Cluster(Noun, frozen=True, kw_only=True):
     """Read on each node for XID lines; %n is the node's name. '' : none."""
     accept_user_facility: bool = False
     """Testbeds only: believe kernel log lines that user space wrote."""
+    exporter: str = ""
+    """A dcgm-exporter's page, fetched by each node's agent: `local` (port 9400 of the node itself) or a URL, in which
+    %n is the node's name. '' : none."""
+    policy: str = ""
+    """A file of the site's own rows of the catalogue, taken into the run when it is frozen. '' : what OUTLAST_POLICY
+    names, else /etc/outlast/policy.yaml where there is one; none: the catalogue as it is."""
     feed: bool = True
     """Ask Slurm for replacements when nodes are lost."""
 

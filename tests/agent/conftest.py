@@ -191,13 +191,13 @@ MakeAgent = Callable[..., AgentProcess]
 def make_agent(tmp_path: Path) -> Iterator[MakeAgent]:
     made: list[AgentProcess] = []
 
-    def make(task: Task | None = None, *, node: str = "a", kernel_log: str = "", **limits: float) -> AgentProcess:
+    def make(task: Task | None = None, *, node: str = "a", kernel_log: str = "", exporter: str = "", **limits: float) -> AgentProcess:
         root = tmp_path / "run"
         root.mkdir(exist_ok=True)
         run = RunFile(
             name="test",
             task=task or Task(script="script.py", preload=("json",), workdir=str(tmp_path)),
-            cluster=Cluster(kind="local", kernel_log=kernel_log),
+            cluster=Cluster(kind="local", kernel_log=kernel_log, exporter=exporter),
             limits=Limits(**limits),  # type: ignore[arg-type]
         )
         run_dir = RunDir(root=root)

@@ -284,7 +284,7 @@ def test_the_node_gate_is_the_standard_library_alone() -> None:
 MAX_LINES, MAX_FUNCTION_LINES = 400, 40
 
 LONG_MODULES = {
-    "reliability/model.py": (500, "the nouns: one closed set, read as one page"),
+    "reliability/model.py": (520, "the nouns: one closed set, read as one page"),
     "reliability/sim.py": (580, "the simulated half of every port, one world"),
 }
 LONG_FUNCTIONS = {
