@@ -13,6 +13,7 @@ from outlast.reliability.model import Node
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
 from outlast.reliability.wire import RankSpec
+from outlast.slurm import testbed_conf
 
 TREE_ENV = "OUTLAST_TREE"
 """Marks all below one agent: `<run directory>:<node>:<agent's pid>:<its start ticks>`."""
@@ -40,6 +41,16 @@ def rank_env(
     if gpus:
         env.setdefault("CUDA_VISIBLE_DEVICES", gpus)
     return env
+
+
+def believes_user_space(run: RunFile, own: Mapping[str, str]) -> bool:
+    """Whether kernel log lines that user space wrote may count: on a testbed and on the local cluster, nowhere else.
+
+    Any root process could convict a node with them. `submit` refuses the setting elsewhere; a run directory that was
+    made by other means is caught here, by the cluster's name that Slurm gives each task.
+    """
+    testbed = run.cluster.kind == "local" or own.get("SLURM_CLUSTER_NAME") == testbed_conf.CLUSTER
+    return run.cluster.accept_user_facility and testbed
 
 
 def program(run: RunFile, spec: RankSpec) -> tuple[str, str]:

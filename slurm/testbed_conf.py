@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from outlast.reliability.model import Node, Noun
 
-CLUSTER = "testbed"
+CLUSTER = "outlast_testbed"
+"""Slurm's name of the cluster: by it a testbed is told from a site."""
 PARTITION = "train"
 GPU_TYPE = "sim"
 

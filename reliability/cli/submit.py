@@ -44,10 +44,36 @@ def submit(
     if asked.cluster.kind != "slurm":
         click.echo(f"{run_file}: $.cluster.kind: found {asked.cluster.kind}, expected slurm; or: outlast run", err=True)
         return WRONG
+    if asked.cluster.accept_user_facility and (cluster := _name_cluster()) != (testbed := _name_testbed()):
+        click.echo(
+            f"{run_file}: $.cluster.accept_user_facility: found true on cluster {cluster}, expected false: any root "
+            f"process could then convict a node. It is for {testbed} alone (outlast testbed start)",
+            err=True,
+        )
+        return WRONG
     if dry_run:
         click.echo(_script(asked))
         return 0
     return _hand_in(freeze(asked, Path(asked.run_root)), asked)
+
+
+def _name_cluster() -> str:
+    """Slurm's name of this cluster; 'unknown' where it does not answer."""
+    from outlast.slurm.client import SlurmClient
+    from outlast.slurm.commands import show_config_argv
+    from outlast.slurm.errors import SlurmError
+    from outlast.slurm.parsers import parse_config
+
+    try:
+        return parse_config(SlurmClient().run(show_config_argv())).get("ClusterName", "unknown")
+    except SlurmError:
+        return "unknown"
+
+
+def _name_testbed() -> str:
+    from outlast.slurm.testbed_conf import CLUSTER
+
+    return CLUSTER
 
 
 def _go_on(place: Path) -> int:

@@ -283,3 +283,13 @@ def test_gpu_memory_is_asked_for_with_a_deadline(
         monkeypatch.setattr(gpu_clear, "ASK_S", 1.0)
     said = gpu_clear.still_held({1, 2})
     assert tuple(text.split(":")[0] for text in said) == found
+
+
+def test_lines_of_user_space_count_on_a_testbed_alone() -> None:
+    def believes(kind: str, cluster: str, asked: bool = True) -> bool:
+        run = RunFile(name="t", task=Task(module="m"), cluster=Cluster(kind=kind, accept_user_facility=asked))
+        return node_env.believes_user_space(run, {"SLURM_CLUSTER_NAME": cluster} if cluster else {})
+
+    assert believes("slurm", "outlast_testbed") and believes("local", "")
+    assert not believes("slurm", "site") and not believes("slurm", "")
+    assert not believes("slurm", "outlast_testbed", asked=False)

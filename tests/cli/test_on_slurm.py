@@ -104,6 +104,24 @@ def test_stop_ends_the_job_and_it_is_not_queued_again(bed: Bed) -> None:
     assert not left, f"jobs are still there: {left}"
 
 
+def test_user_space_is_believed_on_a_testbed_alone(bed: Bed, tmp_path: Path) -> None:
+    words = ("submit", "run.yaml", "--dry-run", "--set", "cluster.accept_user_facility=true")
+    assert bed.say(*words).returncode == 0
+    # a Slurm that does not say that it is one
+    away = tmp_path / "slurm.conf"
+    away.write_text("SlurmctldHost=localhost\nSlurmctldPort=1\nClusterName=site\n")
+    done = subprocess.run(
+        [*OUTLAST, *words],
+        cwd=bed.place,
+        env={**os.environ, "SLURM_CONF": str(away)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "accept_user_facility" in done.stderr and "outlast_testbed" in done.stderr
+
+
 def test_a_job_that_slurm_refuses_is_told(bed: Bed) -> None:
     done = bed.say("submit", "run.yaml", "--set", "cluster.partition=none")
     assert done.returncode in (1, 75) and "not submitted" in done.stderr and "holds no job" in done.stderr
