@@ -23,6 +23,7 @@ from outlast.checkpoint.manifest import FileEntry, Manifest
 from outlast.checkpoint.names import ASIDE, QUARANTINE, parse_step
 from outlast.checkpoint.retention import list_leases
 from outlast.checkpoint.store import Reason
+from outlast.checkpoint.tiers import Tier, read_tier
 from outlast.checkpoint.verify import CHUNK_BYTES, Unreadable, find_files, read_manifest, require
 from outlast.reliability.model import Layout, Noun
 
@@ -62,6 +63,8 @@ class Row(Noun, frozen=True, kw_only=True):
     """Given by `promote`."""
     leases: tuple[str, ...] = ()
     """Others that need it."""
+    tier: str = ""
+    """How far it has come, see tiers.py; '' where it is not committed."""
     why: str = ""
     """What is wrong with it; why it lies in quarantine."""
 
@@ -104,7 +107,7 @@ def look_at(directory: Path, train_step: int, *, on_bytes: OnBytes | None = None
     row = Row(name=directory.name, train_step=train_step, state=State.COMMITTED)
     try:
         manifest = read_manifest(directory)
-        row = describe(row, manifest)
+        row = describe(row, manifest, directory)
         check_whole(directory, manifest, on_bytes=on_bytes)
         if manifest.train_step != train_step:
             raise NotWhole(directory.name, (f"its manifest says train_step {manifest.train_step}",))
@@ -120,13 +123,14 @@ def _judge(error: NotWhole) -> State:
     return State.UNREADABLE if isinstance(error, Unreadable) else State.BROKEN
 
 
-def describe(row: Row, manifest: Manifest) -> Row:
+def describe(row: Row, manifest: Manifest, directory: Path) -> Row:
     return msgspec.structs.replace(
         row,
         size_bytes=total_bytes(manifest),
         made_at_s=manifest.made_at_s,
         samples=manifest.samples,
         layout=manifest.layout,
+        tier=record.tier if (record := read_tier(directory)) else Tier.SHARED,
     )
 
 

@@ -1,4 +1,7 @@
-"""`outlast ckpt`: the checkpoints of a run, or of any directory of them. What reads tensors is in ckpt_tensors.py."""
+"""`outlast ckpt`: the checkpoints of a run, or of any directory of them.
+
+What reads tensors is in ckpt_tensors.py, what speaks with an object store in ckpt_tiers.py.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,32 @@ from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.prints import read_prints
 from outlast.checkpoint.retention import list_leases
 from outlast.checkpoint.store import Store
+from outlast.checkpoint.tiers import read_tier
 from outlast.checkpoint.verify import read_manifest
 from outlast.reliability.cli.ckpt_words import CheckpointWord, explained, find_one, find_root, progress, require_whole
 from outlast.reliability.cli.common import RunName, as_json
 from outlast.reliability.cli.root import AGAIN, DONE, FAILED
 from outlast.reliability.cli.show import ago, print_json, print_table, visible
 
-_TENSOR_COMMANDS: Final = {
-    "diff": "Which tensors of two checkpoints differ; NaN and infinities.",
-    "export": "The model as safetensors, or as one file of torch.save.",
-    "reshard": "Whether a checkpoint loads into another layout; a verified copy.",
+_LATER: Final = {
+    "diff": "ckpt_tensors",
+    "export": "ckpt_tensors",
+    "reshard": "ckpt_tensors",
+    "upload": "ckpt_tiers",
+    "fetch": "ckpt_tiers",
 }
+"""Commands that import much, and the module of each."""
 
 
 class CkptGroup(click.Group):
-    """Imports what reads tensors when it is used."""
+    """Imports what reads tensors or speaks with an object store when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted((*super().list_commands(ctx), *_TENSOR_COMMANDS))
+        return sorted((*super().list_commands(ctx), *_LATER))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _TENSOR_COMMANDS:
-            module = importlib.import_module("outlast.reliability.cli.ckpt_tensors")
+        if cmd_name in _LATER:
+            module = importlib.import_module(f"outlast.reliability.cli.{_LATER[cmd_name]}")
             command = getattr(module, cmd_name)
             assert isinstance(command, click.Command)
             return command
@@ -54,6 +61,7 @@ def ckpt() -> None:
     outlast ckpt ls lm-7b-0007
     outlast ckpt verify lm-7b-0007/1200
     outlast ckpt promote lm-7b-0007/1200 best-eval
+    outlast ckpt upload lm-7b-0007/1200
 
     Exit codes: 0 good, 1 a checkpoint is bad or two differ where they should not, 2 wrong use, 75 try again.
     """
@@ -69,6 +77,7 @@ def ls(run: str, hashes: bool, as_json: bool) -> int:
 
     States: committed (its marker fits its manifest, every file has its size), verified (with --verify: every hash
     too), unfinished, broken, unreadable, quarantined. What made room for a later save of its train_step is in aside/.
+    Tiers: local, copied, shared, remote: how far it has come.
 
     Exit codes: 0 listed, 1 one is broken, 2 no such run, 75 one could not be read.
     """
@@ -107,11 +116,12 @@ def _print_rows(rows: Sequence[Row]) -> None:
             ago(now_s - row.made_at_s) if row.made_at_s else "-",
             _size(row.size_bytes),
             row.state,
+            row.tier or "-",
             " ".join((*row.names, *(f"lease:{who}" for who in row.leases))),
         )
         for row in rows
     ]
-    print_table(("CHECKPOINT", "AGE", "SIZE", "STATE", "NAMES"), cells, right=(1, 2))
+    print_table(("CHECKPOINT", "AGE", "SIZE", "STATE", "TIER", "NAMES"), cells, right=(1, 2))
     for row in rows:
         if row.why and row.state is not State.UNFINISHED:
             click.echo(visible(f"{row.name}: {row.why}"))
@@ -138,11 +148,21 @@ def show(checkpoint: str, as_json: bool) -> int:
     prints = read_prints(one.path)
     leases = list_leases(one.root).get(one.train_step, ())
     if as_json:
-        print_json({"path": str(one.path), "manifest": manifest, "fingerprints": prints, "leases": leases})
+        print_json(
+            {
+                "path": str(one.path),
+                "manifest": manifest,
+                "fingerprints": prints,
+                "leases": leases,
+                "tier": read_tier(one.path),
+            }
+        )
         return DONE
     counted = f"{len(prints.tensors)} tensors ({prints.scheme})" if prints else "none"
     for name, value in (*_facts(manifest), ("fingerprints", counted), ("leases", ", ".join(leases) or "none")):
         click.echo(f"{name:<13} {visible(value)}")
+    if (tier := read_tier(one.path)) is not None:
+        click.echo(f"{'tier':<13} {visible(f'{tier.tier} {tier.where}')}")
     rows = [(name, f"{e.size_bytes:,}", e.xxh3_128) for name, e in sorted(manifest.files.items())]
     print_table(("FILE", "BYTES", "XXH3_128"), rows, right=(1,))
     return DONE

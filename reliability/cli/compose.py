@@ -11,8 +11,10 @@ from pathlib import Path
 from outlast.reliability.catalogue import Catalogue, load_catalogue
 from outlast.reliability.clock import SteadyClock
 from outlast.reliability.config import load_frozen
-from outlast.reliability.events import LogEvent
-from outlast.reliability.model import Node, Rank
+from outlast.reliability.copies import Copies
+from outlast.reliability.events import LogEvent, Seen
+from outlast.reliability.inbox import Noticed
+from outlast.reliability.model import CheckpointSeen, Node, Rank
 from outlast.reliability.parts import IdentityChanges, Parts
 from outlast.reliability.policy import Policy
 from outlast.reliability.ports import CheckpointStore, Cluster, Starter
@@ -40,14 +42,39 @@ def run_supervisor(
     secret = bytes.fromhex(run_dir.secret.read_text().strip())
     node = os.environ.get("OUTLAST_NODE") or os.environ.get("SLURMD_NODENAME") or ""
     chosen = cluster or make_cluster(run_dir, run)
+    copies = Copies(run_dir, run.tiers) if run.tiers.remote_url else None
 
     def build(board: Switchboard) -> Parts:
-        return make_parts(run_dir, run, board, chosen, node=node, in_batch=in_batch, on_event=on_event)
+        told = copying(copies, board, on_event) if copies else on_event
+        return make_parts(run_dir, run, board, chosen, node=node, in_batch=in_batch, on_event=told)
 
     host = address_of(chosen, run, Node(node))
-    return asyncio.run(
-        supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch, epoch=epoch)
-    )
+    try:
+        return asyncio.run(
+            supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch, epoch=epoch)
+        )
+    finally:
+        if copies:
+            copies.close()
+
+
+def copying(
+    copies: Copies, board: Switchboard, on_event: Callable[[LogEvent], None] | None
+) -> Callable[[LogEvent], None]:
+    """`on_event`, and each checkpoint that has become durable to the copies; what comes of one goes into the log."""
+    loop = asyncio.get_running_loop()
+
+    def tell(text: str) -> None:
+        loop.call_soon_threadsafe(board.events.offer, Noticed(text=text))
+
+    def look(event: LogEvent) -> None:
+        if on_event is not None:
+            on_event(event)
+        match event.body:
+            case Seen(signal=CheckpointSeen(train_step=train_step, verified=True)):
+                copies.due(train_step, tell)
+
+    return look
 
 
 def make_cluster(run_dir: RunDir, run: RunFile) -> Cluster:
@@ -119,7 +146,15 @@ def make_policy(catalogue: Catalogue, limits: Limits) -> Policy:
 def make_store(run_dir: RunDir, run: RunFile) -> CheckpointStore:
     from outlast.checkpoint.store import Store
 
-    return Store(Path(run.checkpoint.dir) if run.checkpoint.dir else run_dir.checkpoints)
+    root = Path(run.checkpoint.dir) if run.checkpoint.dir else run_dir.checkpoints
+    if not run.tiers.remote_url:
+        return Store(root)
+    from outlast.checkpoint.objects import FsspecObjects
+    from outlast.checkpoint.remote import Remote
+    from outlast.checkpoint.tiered import TieredStore
+
+    # below the run's own name: two runs of one run file must not restore each other's
+    return TieredStore(root, Remote(FsspecObjects(f"{run.tiers.remote_url.rstrip('/')}/{run_dir.name}")))
 
 
 def find_suspect(stacks: Sequence[RankStack]) -> tuple[Rank | None, str]:
