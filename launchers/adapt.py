@@ -75,7 +75,7 @@ def settle(run: RunFile) -> RunFile:
             every = msgspec.structs.replace(every, every_steps=params.get("save_interval", 0))
         steps = steps or params.get("train_iters", 0)
     if not every.every_steps and not every.every_s:
-        auto = {"every_steps": _AUTO_STEPS[kind]} if kind in _AUTO_STEPS else {"every_s": _AUTO_S}
+        auto = {"every_steps": _AUTO_STEPS[kind], "auto": True} if kind in _AUTO_STEPS else {"every_s": _AUTO_S}
         every = msgspec.structs.replace(every, **auto)
     task = msgspec.structs.replace(run.task, kind=kind)
     layout = _any_dp(run) if kind == "plain" else run.layout
@@ -182,6 +182,7 @@ class Reference:
     def argv(self, run: RunFile, plan: Plan) -> tuple[str, ...]:
         given = {one.name: one.value for one in self._given(run, plan.layout, plan.micro_batch)}
         given["restore_dir"] = plan.restore_path if plan.restore_step else None
+        given["save_every"] = plan.save_every or given["save_every"]
         if "data_dir" not in run.params:
             given["data_dir"] = str(PurePath(run.run_root) / "reference-data")  # built once for all runs
         return _command(run, given)
@@ -255,6 +256,7 @@ class MegatronLm:
 
     def argv(self, run: RunFile, plan: Plan) -> tuple[str, ...]:
         given = {one.name: one.value for one in self._given(run, plan.layout, plan.micro_batch)}
+        given["save_interval"] = plan.save_every or given["save_interval"]
         if plan.restore_step:
             given |= {
                 "load": str(PurePath(plan.restore_path).parent),

@@ -39,7 +39,8 @@ class Complaint(Noun, frozen=True, kw_only=True):
 
 def check_together(run: RunFile) -> tuple[Complaint, ...]:
     """Everything that does not fit, in the file's order."""
-    return (*_check_task(run), *_check_cluster(run), *_check_layout(run), *_check_tiers(run), *_check_rest(run))
+    own = (*_check_task(run), *_check_cluster(run), *_check_layout(run), *_check_checkpoint(run))
+    return (*own, *_check_tiers(run), *_check_rest(run))
 
 
 def _check_task(run: RunFile) -> list[Complaint]:
@@ -149,6 +150,14 @@ def _check_rest(run: RunFile) -> list[Complaint]:
     return found
 
 
+def _check_checkpoint(run: RunFile) -> list[Complaint]:
+    every = run.checkpoint
+    if every.every_max_s and every.every_min_s > every.every_max_s:
+        text = f"{every.every_min_s:g} s is more than every_max_s {every.every_max_s:g} s; expected no more than it"
+        return [Complaint(path="$.checkpoint.every_min_s", text=text)]
+    return []
+
+
 def describe(run: RunFile) -> tuple[str, ...]:
     """What the settings come to, in sentences for `config check`."""
     layout, cluster, every = run.layout, run.cluster, run.checkpoint
@@ -163,10 +172,15 @@ def describe(run: RunFile) -> tuple[str, ...]:
         )
     else:
         lines.append("nodes lost beyond the spares: the run waits, it may not shrink (nodes_min)")
-    if every.every_steps:
-        lines.append(f"a checkpoint every {every.every_steps} train_steps, the newest {every.keep_last} are kept")
-    else:
-        lines.append(f"a checkpoint every {render_duration(every.every_s)}, the newest {every.keep_last} are kept")
+    often = f"{every.every_steps} train_steps" if every.every_steps else render_duration(every.every_s)
+    kept = f"the newest {every.keep_last} are kept"
+    kept += f", and one in each {every.keep_every} train_steps" if every.keep_every else ""
+    lines.append(f"a checkpoint every {often}, {kept}")
+    if every.auto:
+        lines.append(
+            f"from the second attempt on as often as it pays: every {render_duration(every.every_min_s)} to "
+            f"{render_duration(every.every_max_s)}, by what saves cost and how often attempts fail"
+        )
     if run.tiers.remote_url:
         nth = "each" if run.tiers.remote_every == 1 else f"one of {run.tiers.remote_every}"
         lines.append(

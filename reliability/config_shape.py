@@ -36,6 +36,7 @@ CHOICES: Final[Mapping[Key, tuple[str, ...]]] = {
 _EVERY: Final = ("checkpoint", "every")
 _EVERY_STEPS: Final = ("checkpoint", "every_steps")
 _EVERY_S: Final = ("checkpoint", "every_s")
+_AUTO: Final = ("checkpoint", "auto")
 _EVERY_EXPECTED: Final = "expected auto, a number of steps such as '500 steps', or a duration such as '20 min'"
 _BIGGEST: Final = 2**63 - 1
 
@@ -178,6 +179,7 @@ def _settle_every(given: dict[Key, Given], findings: list[Finding]) -> dict[Key,
     if every is not None:
         steps, seconds = _read_every(every, findings)
     zero = msgspec.structs.replace(one, value=0)
+    given.setdefault(_AUTO, msgspec.structs.replace(one, value=every is not None and every.value == "auto"))
     given[_EVERY_STEPS], given[_EVERY_S] = steps or zero, seconds or zero
     return given
 

@@ -15,6 +15,7 @@ from outlast.reliability.evidence import AttemptFacts
 from outlast.reliability.model import GateOutcome, Node, Noun
 from outlast.reliability.runfile import Limits
 from outlast.reliability.runstate import RunState
+from outlast.reliability.saves_seen import AFTER_CHECKPOINT
 from outlast.reliability.wire import Beat
 
 _PHASES = ("init", "load", "compile", "train", "eval", "save", "idle")
@@ -48,8 +49,10 @@ class Move(Noun, frozen=True, kw_only=True, tag="move"):
 Want = Send | Move
 
 
-def drive(state: RunState, views: Mapping[Node, AgentView], *, now_s: float, limits: Limits) -> tuple[Want, ...]:
-    """Wanted commands first, then at most one move."""
+def drive(
+    state: RunState, views: Mapping[Node, AgentView], *, now_s: float, limits: Limits, last_call: str = ""
+) -> tuple[Want, ...]:
+    """Wanted commands first, then at most one move. last_call: why ranks are to save now and then to end; '' : not."""
     now = state.evidence.current
     if now is None:
         return ()
@@ -63,6 +66,8 @@ def drive(state: RunState, views: Mapping[Node, AgentView], *, now_s: float, lim
         case State.STARTING | State.LOADING | State.FIRST_STEP | State.TRAINING:
             sends = tuple(Send(node=n, what="start") for n in now.plan.nodes)
             move = _due_at_checkpoint(state) or _running(now, views)
+            if move is None and last_call:
+                move = Move(event=Event.STOP_ASKED, why=last_call)
             return (*sends, move) if move else sends
         case State.STOPPING:
             return _stopping(state, now, views)
@@ -93,7 +98,9 @@ def _due_at_checkpoint(state: RunState) -> Move | None:
     target = state.started.train_steps if state.started else 0
     if since is None or state.evidence.durable_step <= since or 0 < target <= state.evidence.durable_step:
         return None
-    return Move(event=Event.STOP_ASKED, why=f"checkpoint {state.evidence.durable_step} is durable: nodes change now")
+    return Move(
+        event=Event.STOP_ASKED, why=f"{AFTER_CHECKPOINT} {state.evidence.durable_step} is durable: nodes change now"
+    )
 
 
 def _running(now: AttemptFacts, views: Mapping[Node, AgentView]) -> Move | None:

@@ -17,6 +17,7 @@ from outlast.reliability.attempt import State
 from outlast.reliability.events import AttemptMoved, AttemptPlanned, LogEvent, Seen, StepsDone
 from outlast.reliability.model import JobId, Node, Noun, Plan, Rank
 from outlast.reliability.node_facts import GpuFact, KernelFact, NodeFacts, XidFact
+from outlast.reliability.saves_seen import SavesSeen, with_end, with_save, with_steps
 
 KEPT_XIDS = 64
 KEPT_ATTEMPTS = 64
@@ -117,6 +118,7 @@ class Evidence(Noun, frozen=True, kw_only=True):
     durable_step: int = 0
     furthest_step: int = 0
     """Highest train_step that any attempt finished."""
+    saving: SavesSeen = SavesSeen()
 
     def node(self, node: Node) -> NodeFacts:
         return self.nodes.get(node) or NodeFacts(node=node)
@@ -153,7 +155,11 @@ def fold(evidence: Evidence, event: LogEvent) -> Evidence:
         case AttemptPlanned(plan=plan):
             past = evidence.past
             if evidence.current is not None:
-                past = (*past, failure_of(evidence.current, evidence))[-KEPT_ATTEMPTS:]
+                last = failure_of(evidence.current, evidence)
+                past = (*past, last)[-KEPT_ATTEMPTS:]
+                evidence = replaced(
+                    evidence, saving=with_end(evidence.saving, finished=last.finished, stopped=last.stopped)
+                )
             current = AttemptFacts(plan=plan, planned_seq=event.seq, planned_s=event.at_s, state_s=event.at_s)
             return replaced(evidence, past=past, current=current)  # type: ignore[no-any-return]
         case AttemptMoved() as move:
@@ -191,7 +197,8 @@ def _fold_steps(evidence: Evidence, event: LogEvent, attempt: int, steps: tuple[
         last_step_s=event.at_s - fresh[-1].age_s,
         step_times_s=times,
     )
-    return replaced(evidence, furthest_step=max(evidence.furthest_step, fresh[-1].train_step))  # type: ignore[no-any-return]
+    furthest = max(evidence.furthest_step, fresh[-1].train_step)
+    return replaced(evidence, furthest_step=furthest, saving=with_steps(evidence.saving, fresh))  # type: ignore[no-any-return]
 
 
 def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
@@ -220,8 +227,11 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
             return _with_attempt(evidence, stuck.attempt, no_progress_seq=event.seq, no_progress=stuck)
         case m.CheckpointSeen() as checkpoint:
             if checkpoint.verified:
+                plan = evidence.current.plan if evidence.current else None
                 return replaced(  # type: ignore[no-any-return]
-                    evidence, durable_step=max(evidence.durable_step, checkpoint.train_step)
+                    evidence,
+                    durable_step=max(evidence.durable_step, checkpoint.train_step),
+                    saving=with_save(evidence.saving, event.seq, plan, checkpoint),
                 )
             fact2 = CheckpointFact(seq=event.seq, checkpoint=checkpoint)
             return replaced(evidence, bad_checkpoints=(*evidence.bad_checkpoints, fact2))  # type: ignore[no-any-return]

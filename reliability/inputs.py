@@ -167,7 +167,7 @@ class Inputs:
         if self.pruning.busy_s is None or self.pruning.busy_s > _LONG_S:  # else the next one's turn will do
             now, asked = loop.state.evidence.current, loop.parts.run.checkpoint
             keep = [now.plan.restore_step] if now else []
-            prune = partial(loop.parts.store.prune, asked.keep_last, keep=keep)
+            prune = partial(loop.parts.store.prune, asked.keep_last, keep=keep, keep_every=asked.keep_every)
             self._background(prune, "old checkpoints", self.pruning)
 
     def _lost_agents(self) -> None:

@@ -386,6 +386,10 @@ class Plan(Noun, frozen=True, kw_only=True):
     restore_path: str = ""
     micro_batch: int = 1
     why: str = ""
+    save_every: int = 0
+    """Train_steps between checkpoints in this attempt; 0: as the run file says."""
+    save_because: str = ""
+    """How that number came about."""
 
 
 # ---------------------------------------------------------------- actions: the cheapest sound step

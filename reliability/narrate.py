@@ -55,6 +55,8 @@ class Narrator:
                 self.plan = plan
                 restore = f"restore {plan.restore_step} (verified)" if plan.restore_step else "from the beginning"
                 yield f"{stamp} attempt {plan.attempt} on {' '.join(plan.nodes)} ({plan.layout}), {restore}"
+                if plan.save_every:
+                    yield f"{_INDENT}saves:   every {plan.save_every} train_steps: {visible(plan.save_because)}"
             case AttemptMoved(event=Event.STEP_DONE, state=State.TRAINING, attempt=attempt) if self.incident_s:
                 yield f"{stamp} attempt {attempt} trains again, {event.at_s - self.incident_s:.1f} s after the incident"
                 self.incident_s = 0.0

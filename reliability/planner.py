@@ -13,6 +13,7 @@ from outlast.reliability.decide import ladder
 from outlast.reliability.events import AttemptPlanned
 from outlast.reliability.lane import Lane
 from outlast.reliability.ports import Choice, PortError
+from outlast.reliability.saving import next_interval, too_late_s
 
 if TYPE_CHECKING:
     from outlast.reliability.supervisor import Supervisor
@@ -43,6 +44,10 @@ class Planner:
             assert now is not None, "a target is reached by an attempt"
             steps = f"train_step {now.reached}" if now.reached > 0 else "exit 0 of all ranks"
             loop.intend(m.EndRun(outcome="finished", why=f"{steps} reached"))
+            return
+        left_s = too_late_s(loop.state, loop.parts.run, loop.watch.site.allocations, loop.now_s())
+        if left_s is not None:
+            self._say_once("the allocation ends too soon for another attempt to save: none is started in it")
             return
         failures, limit = loop.state.failures_without_progress, loop.parts.run.limits.attempts_without_progress
         if failures >= limit:
@@ -93,6 +98,7 @@ class Planner:
             choice.restore,
             legal=loop.legal,
             why=loop.state.must_stop_why,
+            saves=next_interval(loop.state.evidence, loop.parts.run),
         )
         if plan is None:
             return

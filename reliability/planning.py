@@ -111,7 +111,9 @@ def releasable(state: RunState, site: SiteView, own: Node) -> m.Release | None:
     return None
 
 
-def next_plan(now: Situation, attempt: int, restore: Restore | None, *, legal: Legal, why: str) -> Plan | None:
+def next_plan(
+    now: Situation, attempt: int, restore: Restore | None, *, legal: Legal, why: str, saves: tuple[int, str] = (0, "")
+) -> Plan | None:
     """The next attempt's plan, or None where the nodes do not carry a legal layout."""
     layout = next_layout(now, legal=legal)
     if layout is None:
@@ -126,6 +128,8 @@ def next_plan(now: Situation, attempt: int, restore: Restore | None, *, legal: L
         restore_path=restore.path if restore else "",
         micro_batch=now.asked.micro_batch,
         why=why,
+        save_every=saves[0],
+        save_because=saves[1],
     )
 
 

@@ -33,6 +33,8 @@ class Allocation(Noun, frozen=True, kw_only=True):
     feeder: bool = False
     restarts: int = 0
     batch_node: Node | None = None
+    ends_at_s: float = 0.0
+    """When the scheduler will end it (time limit, preemption under way), by this host's wall clock; 0: not known."""
 
 
 class Clock(Protocol):
@@ -115,8 +117,9 @@ class CheckpointStore(Protocol):
     def durable_steps(self) -> tuple[int, ...]:
         """Train_steps with a commit marker, ascending; cheap, hashes not checked."""
 
-    def prune(self, keep_last: int, *, keep: Sequence[int]) -> tuple[int, ...]:
-        """Remove old ones beyond keep_last; never the only verified one, nor any in keep. Returns what went."""
+    def prune(self, keep_last: int, *, keep: Sequence[int], keep_every: int = 0) -> tuple[int, ...]:
+        """Remove old ones beyond keep_last; never the only verified one, nor any in keep, nor the first at or after
+        each multiple of keep_every (0: none of these). Returns what went."""
 
 
 class Launcher(Protocol):

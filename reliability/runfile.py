@@ -93,7 +93,18 @@ class Checkpoint(Noun, frozen=True, kw_only=True):
     every_steps: Count = 0
     """0 where `every_s` is given."""
     every_s: Seconds = 0.0
+    auto: bool = False
+    """The interval follows what saves cost and how often attempts fail; every_steps is then the first attempt's.
+    Written as `every: auto`."""
+    every_min_s: Seconds = 30.0
+    """An interval that follows is never shorter ..."""
+    every_max_s: Seconds = 3600.0
+    """... nor longer: no more than this is lost."""
+    end_margin_s: Seconds = 60.0
+    """Before an allocation ends, the last save begins this long, and a save's own time, earlier; 0: never."""
     keep_last: Positive = 3
+    keep_every: Count = 0
+    """Beside the newest, the first at or after each multiple of so many train_steps stays; 0: none."""
 
 
 class Tiers(Noun, frozen=True, kw_only=True):

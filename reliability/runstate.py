@@ -102,6 +102,8 @@ class RunState(Noun, frozen=True, kw_only=True):
     """Incidents whose last action is not intended yet, with what is: a supervisor that died in between is continued."""
     at_checkpoint_from: int | None = None
     """A change of nodes that waits for a checkpoint newer than this train_step; None where none waits."""
+    at_checkpoint_s: float | None = None
+    """Since when it waits."""
 
     @property
     def stopped(self) -> bool:
@@ -147,6 +149,7 @@ def advance(state: RunState, event: LogEvent) -> RunState:
                 state,
                 waiting_since_s=None,
                 at_checkpoint_from=None,
+                at_checkpoint_s=None,
                 furthest_before=state.evidence.furthest_step,
                 durable_before=state.evidence.durable_step,
             )
@@ -187,7 +190,7 @@ def _advance_judged(state: RunState, event: LogEvent, judged: Judged) -> RunStat
         exclusion = Exclusion(node=v.node, rule=v.rule, incident=judged.incident, at_s=event.at_s)
         changes["excluded"] = {**state.excluded, v.node: exclusion}
     if v.at_checkpoint and v.stops:
-        changes["at_checkpoint_from"] = state.evidence.durable_step
+        changes |= {"at_checkpoint_from": state.evidence.durable_step, "at_checkpoint_s": event.at_s}
     if v.quarantine >= 0 and v.quarantine not in state.quarantined:
         changes["quarantined"] = (*state.quarantined, v.quarantine)
     return replaced(state, **changes)  # type: ignore[no-any-return]
@@ -215,7 +218,7 @@ def _advance_intent(state: RunState, event: LogEvent, intent: Intent) -> RunStat
         case m.Release(node=node, job=job):
             changes["released"] = state.released | {(node, job)}
         case m.Grow():
-            changes["at_checkpoint_from"] = state.evidence.durable_step
+            changes |= {"at_checkpoint_from": state.evidence.durable_step, "at_checkpoint_s": event.at_s}
         case _:
             pass
     return replaced(state, **changes)  # type: ignore[no-any-return]

@@ -12,6 +12,8 @@ from outlast.reliability import wire
 from outlast.reliability.driver import AgentView
 from outlast.reliability.evidence import AttemptFacts
 from outlast.reliability.model import Node
+from outlast.reliability.saves_seen import SAVE_FIRST
+from outlast.reliability.saving import grace_s
 
 if TYPE_CHECKING:
     from outlast.reliability.supervisor import Supervisor
@@ -80,11 +82,12 @@ class Sender:
                 command=number, epoch=loop.state.epoch, attempt=plan.attempt, layout=plan.layout, ranks=mine
             )
         limits, ending = loop.parts.run.limits, loop.state.ending
-        saves = ending is not None and ending.outcome == "stopped" and now.last_step >= 0
+        called = now.why_stopped.startswith(SAVE_FIRST)
+        saves = called or (ending is not None and ending.outcome == "stopped" and now.last_step >= 0)
         return wire.StopRanks(
             command=number,
             attempt=plan.attempt,
-            term_grace_s=limits.term_grace_s,
+            term_grace_s=grace_s(loop.state, loop.parts.run) if saves else limits.term_grace_s,
             kill_grace_s=limits.kill_grace_s,
             why=now.why_stopped,
             save_first=saves,

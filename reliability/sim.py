@@ -226,7 +226,9 @@ class SimWorld:
                 self._answer(agent, wire.Done(command=command.command, ok=True))
             case wire.StartRanks():
                 self._start(agent, command)
-            case wire.StopRanks(attempt=attempt):
+            case wire.StopRanks(attempt=attempt, save_first=saves):
+                if saves and self.gang and not self.gang.dead and self.gang.attempt == attempt:
+                    self.durable.setdefault(self.gang.step, "")
                 self.loop.call_later(0.2, self._stopped, agent, attempt, command.command)
             case wire.CollectStacks(attempt=attempt):
                 self._stacks(agent, attempt)
@@ -570,5 +572,5 @@ class SimStore:
     def durable_steps(self) -> tuple[int, ...]:
         return tuple(sorted(self.world.durable))
 
-    def prune(self, keep_last: int, *, keep: Sequence[int]) -> tuple[int, ...]:
+    def prune(self, keep_last: int, *, keep: Sequence[int], keep_every: int = 0) -> tuple[int, ...]:
         return ()

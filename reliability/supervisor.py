@@ -35,11 +35,13 @@ from outlast.reliability.policy import judge
 from outlast.reliability.ports import PortError
 from outlast.reliability.rules import RULES
 from outlast.reliability.runstate import OpenAct, RunState, advance
+from outlast.reliability.saving import last_call
 from outlast.reliability.sending import Sender
 from outlast.reliability.watch import SiteWatch
 
 TICK_S = 0.25
 IDENTITY_S = 600.0
+POLICY_S = 60.0
 FENCED = 75
 _NOW = (m.Drain, m.Advise, m.Feed, m.Hold, m.Requeue, m.RollBack, m.Release)
 """Actions that are carried out at once, in a task of their own."""
@@ -70,7 +72,7 @@ class Supervisor:
         """Until the run is over (its exit code) or another supervisor has taken over (75)."""
         watching = asyncio.create_task(self.watch.forever())
         listening = asyncio.create_task(self._listen())
-        comparing = asyncio.create_task(self._compare_identity())
+        comparing = [asyncio.create_task(work()) for work in (self._compare_identity, self._watch_policy)]
         try:
             while True:
                 await self._rest()
@@ -85,8 +87,7 @@ class Supervisor:
             self.watch.closing = True
             watching.cancel()
             listening.cancel()
-            comparing.cancel()
-            for task in self.performing.values():
+            for task in (*comparing, *self.performing.values()):
                 task.cancel()
 
     async def _turn(self) -> int | None:
@@ -158,6 +159,19 @@ class Supervisor:
                 self.put(await call(self.parts.identity_changes, timeout_s=IDENTITY_S))
             except (PortError, OSError, ValueError) as error:
                 self.put(f"identity.json cannot be compared: {error}")
+
+    async def _watch_policy(self) -> None:
+        """What the run is judged by, and a site's file that changed meanwhile: each said once."""
+        said: set[str] = set()
+        while self.parts.policy_notes is not None:
+            try:
+                texts = await call(self.parts.policy_notes)
+            except (PortError, OSError) as error:  # its thread may never come back: no other is started
+                return self.put(f"the site's policy is not compared any more: {error}")
+            for text in [t for t in texts if t not in said]:
+                self.put(text)
+            said |= set(texts)
+            await asyncio.sleep(POLICY_S)
 
     def put(self, item: object) -> None:
         """Something new; taken up in order."""
@@ -260,7 +274,9 @@ class Supervisor:
 
     def _drive(self) -> None:
         for _ in range(len(State)):
-            wants = drive(self.state, self.sender.views(), now_s=self.now_s(), limits=self.parts.run.limits)
+            run, now_s = self.parts.run, self.now_s()
+            call_ = last_call(self.state, run, self.watch.site.allocations, now_s)
+            wants = drive(self.state, self.sender.views(), now_s=now_s, limits=run.limits, last_call=call_)
             move: Move | None = None
             for want in wants:
                 if isinstance(want, Move):

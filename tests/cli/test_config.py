@@ -84,6 +84,21 @@ def test_every_is_steps_or_a_time(read: Read, every: str, steps: int, seconds: f
     assert (run.checkpoint.every_steps, run.checkpoint.every_s) == (steps, seconds)
 
 
+def test_auto_is_kept_with_the_run_and_a_number_from_a_stronger_source_ends_it(read: Read) -> None:
+    text = "name: a\ntask: {module: outlast.launchers.trainer}\ntrain_steps: 9\ncheckpoint: {every: auto}"
+    asked = read(text).run.checkpoint
+    assert asked.auto
+    run = read(text, "checkpoint.every=70 steps").run
+    assert (run.checkpoint.auto, run.checkpoint.every_steps) == (False, 70)
+    first = read(text.replace("every: auto", "auto: true, every: 70 steps, keep_every: 1000")).run.checkpoint
+    assert (first.auto, first.every_steps, first.keep_every) == (True, 70, 1000)
+
+
+def test_bounds_of_an_interval_in_the_wrong_order(read: Read) -> None:
+    with pytest.raises(ConfigError, match="every_min_s"):
+        read("name: a\ntask: {script: train.py}\ncheckpoint: {every: auto, every_min: 2h}")
+
+
 def test_without_a_checkpoint_section_every_is_auto(read: Read) -> None:
     got = read("name: a\ntask: {script: train.py}")
     assert got.run.checkpoint.every_s == 1800 and source_of(got, "$.checkpoint.every_s") == "auto (default)"
