@@ -210,6 +210,7 @@ def settle_paths(run: RunFile) -> RunFile:
     return replace(
         run,
         task=replace(run.task, workdir=absolute(run.task.workdir or ".")),
+        cluster=replace(run.cluster, policy=absolute(run.cluster.policy)),
         checkpoint=replace(run.checkpoint, dir=absolute(run.checkpoint.dir)),
         notify=replace(run.notify, webhook_file=absolute(run.notify.webhook_file)),
         run_root=absolute(run.run_root),

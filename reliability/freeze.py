@@ -22,6 +22,7 @@ from outlast.reliability.findings import ConfigError, Finding
 from outlast.reliability.identity import take_identity
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
+from outlast.reliability.site_policy import read_rows, site_file
 
 _NUMBERED: Final = re.compile(r"(.+)-([0-9]{4,9})")
 _TRIES: Final = 100
@@ -30,7 +31,13 @@ _PRIVATE_FILE: Final = 0o600
 
 
 def freeze(run: RunFile, run_root: Path) -> RunDir:
-    """A new run directory RUN_ROOT/<name>-NNNN that holds this run. Raises OSError where it cannot be made."""
+    """A new run directory RUN_ROOT/<name>-NNNN that holds this run, and the site's policy as it is now.
+
+    Raises OSError where it cannot be made, ConfigError where the site's policy cannot be used.
+    """
+    site = site_file(run)
+    rows = read_rows(site) if site else b""  # refused before a directory is made
+    run = msgspec.structs.replace(run, cluster=msgspec.structs.replace(run.cluster, policy=str(site or "")))
     run_root.mkdir(parents=True, exist_ok=True)
     run_dir = _claim(run.name, run_root)
     if not run.checkpoint.dir:
@@ -40,6 +47,8 @@ def freeze(run: RunFile, run_root: Path) -> RunDir:
     for path in (run_dir.epochs, run_dir.orphans, run_dir.requests, run_dir.checkpoints, run_dir.root / "attempts"):
         path.mkdir(mode=_PRIVATE_DIR)
     write_durably(run_dir.secret, secrets.token_hex(32).encode())
+    if site:
+        write_durably(run_dir.policy, rows)
     identity = take_identity(run, run_dir.name)
     write_durably(run_dir.identity, msgspec.json.format(msgspec.json.encode(identity), indent=2) + b"\n")
     write_durably(run_dir.run_file, render_run(run).encode())

@@ -47,6 +47,8 @@ class Parts:
     """Called with each event after it is durable: the narrator of a foreground run."""
     identity_changes: Callable[[], IdentityChanges] | None = None
     """Blocks: hashes the script and the image."""
+    policy_notes: Callable[[], tuple[str, ...]] | None = None
+    """Blocks: what the run is judged by, and whether the site's file says something else by now."""
     in_batch: bool = False
     """This supervisor runs in the allocation's batch script."""
     node: str = field(default="")

@@ -26,6 +26,11 @@ class RunDir(Noun, frozen=True, kw_only=True):
         return self.root / "identity.json"
 
     @property
+    def policy(self) -> Path:
+        """The site's own rows of the catalogue as they were when the run was frozen; none where there were none."""
+        return self.root / "policy.yaml"
+
+    @property
     def secret(self) -> Path:
         """Per-run secret of the agent link, 32 random bytes in hex, mode 0600."""
         return self.root / "secret"

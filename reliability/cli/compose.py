@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outlast.reliability.catalogue import Catalogue, load_catalogue
+from outlast.reliability.catalogue import Catalogue
 from outlast.reliability.clock import SteadyClock
 from outlast.reliability.config import load_frozen
 from outlast.reliability.copies import Copies
@@ -20,6 +20,7 @@ from outlast.reliability.policy import Policy
 from outlast.reliability.ports import CheckpointStore, Cluster, Starter
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import Limits, RunFile
+from outlast.reliability.site_policy import RunPolicy
 from outlast.reliability.supervise import supervise
 from outlast.reliability.switchboard import Switchboard
 from outlast.reliability.wire import RankStack
@@ -101,7 +102,7 @@ def make_parts(
     from outlast.launchers.specs import Ranks
     from outlast.reliability.pager import WebhookPager
 
-    catalogue = load_catalogue()
+    judged_by = RunPolicy(run_dir, run)
     slurm = run.cluster.kind != "local"
     starter: Starter = Ranks(run)
     return Parts(
@@ -112,11 +113,12 @@ def make_parts(
         starter=starter,
         pager=WebhookPager(run_dir.root, run.notify.webhook_file),
         clock=SteadyClock(),
-        policy=make_policy(catalogue, run.limits),
+        policy=make_policy(judged_by.catalogue, run.limits),
         board=board,
         find_suspect=find_suspect,
         on_event=on_event,
         identity_changes=lambda: identity_changes(run_dir, run),
+        policy_notes=judged_by.notes,
         in_batch=in_batch,
         node=node,
         can_feed=slurm,

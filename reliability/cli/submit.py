@@ -34,6 +34,7 @@ def submit(
     Exit codes: 0 submitted, 1 Slurm refuses the job, 2 RUN.yaml cannot be used, 75 Slurm does not answer.
     """
     from outlast.reliability.freeze import freeze
+    from outlast.reliability.site_policy import read_rows, site_file
 
     if (run_file is None) == (run_dir is None) or (run_dir is not None and (settings or params_file or dry_run)):
         raise click.UsageError("expected RUN.yaml for a new run, or --run-dir DIR alone to go on with one")
@@ -52,6 +53,8 @@ def submit(
         )
         return WRONG
     if dry_run:
+        if site := site_file(asked):
+            read_rows(site)
         click.echo(_script(asked))
         return 0
     return _hand_in(freeze(asked, Path(asked.run_root)), asked)

@@ -191,7 +191,9 @@ MakeAgent = Callable[..., AgentProcess]
 def make_agent(tmp_path: Path) -> Iterator[MakeAgent]:
     made: list[AgentProcess] = []
 
-    def make(task: Task | None = None, *, node: str = "a", kernel_log: str = "", exporter: str = "", **limits: float) -> AgentProcess:
+    def make(
+        task: Task | None = None, *, node: str = "a", kernel_log: str = "", exporter: str = "", **limits: float
+    ) -> AgentProcess:
         root = tmp_path / "run"
         root.mkdir(exist_ok=True)
         run = RunFile(

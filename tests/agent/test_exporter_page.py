@@ -15,11 +15,12 @@ pytestmark = pytest.mark.slow
 PAGE = b'DCGM_FI_DEV_ROW_REMAP_FAILURE{gpu="0",UUID="GPU-0",pci_bus_id="00000000:1A:00.0",Hostname="x"} 1\n'
 
 
-class Handler(BaseHTTPRequestHandler):
-    paths: list[str] = []
+PATHS: list[str] = []
 
+
+class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.paths.append(self.path)
+        PATHS.append(self.path)
         self.send_response(200)
         self.send_header("Content-Length", str(len(PAGE)))
         self.end_headers()
@@ -41,7 +42,7 @@ def test_the_page_of_the_nodes_own_exporter_is_read(make_agent: Callable[..., An
     agent = make_agent(node="n4", exporter=url)
     (told,) = agent.wait(lambda: agent.signals(GpuChanged))
     assert (told.node, told.source, told.gpu, told.field, told.now) == ("n4", "dcgm", "0000:1a:00", "remap_failed", 1)
-    assert Handler.paths[0] == "/n4/metrics"
+    assert PATHS[0] == "/n4/metrics"
 
 
 def test_an_exporter_that_is_not_there_is_blindness(make_agent: Callable[..., Any]) -> None:

@@ -11,16 +11,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outlast.reliability import model as m
+from outlast.reliability import supervisor as supervisor_module
 from outlast.reliability.eventlog import EventLog, EventLogError, read_events
 from outlast.reliability.events import (
+    AttemptMoved,
     AttemptPlanned,
     EpochTaken,
     Intent,
     Judged,
     LogEvent,
+    Noted,
     Outcome,
     RunEnded,
     RunStarted,
+    StepsDone,
 )
 from outlast.reliability.fence import Fence, take
 from outlast.reliability.goodput import ledger
@@ -105,6 +109,7 @@ class World:
         self.pages = Pages()
         self.clock = SimClock(self.loop)
         self.kill_at: int | None = None
+        self.policy_notes: list[str] = []
 
     def parts(self, board, on_event):
         return Parts(
@@ -118,6 +123,7 @@ class World:
             policy=Policy(xid=row, settle_s=self.run.limits.settle_s),
             board=board,
             find_suspect=suspect,
+            policy_notes=lambda: tuple(self.policy_notes),
             on_event=on_event,
             can_feed=self.run.cluster.kind == "slurm",
             poll_s=1.0,
@@ -397,6 +403,16 @@ def test_one_cause_on_many_nodes_drains_none(tmp_path):
     assert len(world.world.drained) <= world.run.limits.drains_per_hour
 
 
+def test_a_sites_policy_that_changes_is_noted_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "POLICY_S", 1.0)
+    world = World(tmp_path)
+    world.policy_notes = ["judged by the site's rows"]
+    world.world.at_step(24, lambda w: world.policy_notes.append("the site's policy is not as it was"))
+    assert world.go() == 0
+    world.check_finished()
+    assert [b.text for b in world.of(Noted)] == ["judged by the site's rows", "the site's policy is not as it was"]
+
+
 def test_a_silent_scheduler_costs_no_training(tmp_path):
     world = World(tmp_path)
     world.world.at_step(12, lambda w: setattr(w, "silent_scheduler", True))
@@ -466,3 +482,39 @@ def test_whatever_happens_the_laws_hold_and_the_run_ends(tmp_path, faults, kill_
     world.check_laws()
     assert code == 0
     world.check_finished()
+
+
+def test_an_allocation_that_ends_is_left_with_a_checkpoint_of_the_last_step(tmp_path):
+    world = World(tmp_path)
+    world.run = msgspec.structs.replace(
+        world.run,
+        task=Task(module="t", kind="reference"),
+        checkpoint=Checkpoint(every_steps=10, end_margin_s=1.0),
+    )
+    world.world.SAVE_EVERY = 1000  # none before the last call
+
+    def announce(w):
+        first = w.allocations[0]
+        ends_at_s = w.board.world.loop.now_s + 1_700_000_000.0 + 63.0
+        w.allocations[0] = msgspec.structs.replace(first, ends_at_s=ends_at_s)
+
+    world.world.at_step(20, announce)
+    assert world.go(limit_s=60) is None, "it waits for the allocation's end"
+    (stop,) = [b for b in world.of(AttemptMoved) if b.event == "stop_asked"]
+    assert "save first: the allocation ends" in stop.why
+    assert world.world.durable and max(world.world.durable) == max(world.world.lineage)
+    assert len(world.of(AttemptPlanned)) == 1, "nothing is begun that could not save"
+    assert any("too soon for another attempt" in b.text for b in world.of(Noted))
+
+
+def test_an_admins_drain_is_met_by_a_save_where_no_checkpoint_comes(tmp_path):
+    world = World(tmp_path, nodes="abc")
+    world.run = msgspec.structs.replace(world.run, task=Task(module="t", kind="reference"))
+    world.world.SAVE_EVERY, world.world.STEP_S = 1000, 5.0
+    world.world.at_step(4, lambda w: w.admin_drain(Node("a"), "DIMM swap"))
+    assert world.go(limit_s=900) == 0
+    first, second = [b.plan for b in world.of(AttemptPlanned)][:2]
+    assert Node("a") in first.nodes and Node("a") not in second.nodes
+    assert second.restore_step >= 10, "nothing that was trained is lost"
+    steps = [s.train_step for b in world.of(StepsDone) for s in b.steps]
+    assert len(steps) == len(set(steps)), "no train_step was done twice"

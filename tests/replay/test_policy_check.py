@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.reliability import site_policy
 from outlast.reliability.catalogue import load_catalogue
-from outlast.reliability.cli import policy
 from outlast.reliability.cli.root import start
 from outlast.reliability.policy_check import changes, check_tables
 
@@ -101,7 +101,7 @@ VALUES = st.recursive(
 )
 
 
-KNOWN = policy._tables(None, policy.FILES)
+KNOWN = site_policy.tables_of(None)
 
 
 @given(VALUES)
@@ -134,6 +134,6 @@ def test_what_passes_the_check_can_be_loaded(xids: dict[int, object], kernel: di
         yaml.safe_dump(data, site)
         site.flush()
         catalogue = load_catalogue(Path(site.name))
-        after = policy._tables(catalogue, policy.FILES, data)
+        after = site_policy.tables_of(catalogue, data)
     for change in changes(data, before=KNOWN, after=after):
         assert change.fields
