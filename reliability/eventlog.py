@@ -1,6 +1,7 @@
 """The event log on disk: `events.jsonl`, one JSON object a line, appended and fsynced by one writer.
 
     append   encode -> read it back -> one write(2) of the whole line -> fsync -> only now it has happened
+             stage: the first half, for lines that belong together; commit: the second half, once for all of them
     open     read all -> cut a torn tail (kept aside in events.torn-<n>) -> go on with the next number
 
 What a reader believes is one rule, the same for replay, status and report (see `_Believer`):
@@ -28,7 +29,7 @@ from outlast.reliability.events import Body, LogEvent
 from outlast.reliability.ports import Clock
 
 MAX_BATCH: Final = 256
-"""Lines of one append_many; a line that claims to replace more than this is damaged, not a retry."""
+"""Lines of one commit; a line that claims to replace more than this is damaged, not a retry."""
 
 
 class EventLogError(Exception):
@@ -184,6 +185,7 @@ class EventLog:
         self._clock, self._boot, self._guard = clock, boot, guard
         self._fd = -1
         self._next_seq = 1
+        self._staged: list[bytes] = []
         self._size_bytes = 0
         self._ragged = False
 
@@ -193,7 +195,7 @@ class EventLog:
     ) -> tuple[Self, Replay]:
         """The log, ready for appending, and what it holds. The epoch must have been taken before.
 
-        `guard` is called before each append; what it raises (Fenced) goes through, and nothing is written.
+        `guard` is called before each commit; what it raises (Fenced) goes through, and nothing is written.
         """
         log = cls(path, epoch, clock=clock, boot=boot, guard=guard)
         try:
@@ -217,14 +219,37 @@ class EventLog:
 
     def append_many(self, bodies: Sequence[Body]) -> tuple[LogEvent, ...]:
         """All of them or none, in one write and one fsync; at most MAX_BATCH."""
-        if len(bodies) > MAX_BATCH:
-            raise EventLogError(f"{self.path}: found {len(bodies)} events, expected <= {MAX_BATCH}", again=False)
-        if not bodies:
-            return ()
+        events = self.stage(bodies)
+        self.commit()
+        return events
+
+    def stage(self, bodies: Sequence[Body]) -> tuple[LogEvent, ...]:
+        """With numbers and times, as a reader will read them; in the log only after `commit`."""
+        if len(bodies) > self.room:
+            found = len(self._staged) + len(bodies)
+            raise EventLogError(f"{self.path}: found {found} events, expected <= {MAX_BATCH}", again=False)
+        first = self._next_seq + len(self._staged)
+        lines = [self._encode(body, first + i) for i, body in enumerate(bodies)]
+        events = tuple(self._read_back(line) for line in lines)
+        self._staged += lines
+        return events
+
+    @property
+    def room(self) -> int:
+        """How many more may be staged before a commit."""
+        return MAX_BATCH - len(self._staged)
+
+    def drop(self) -> None:
+        """Forget what is staged: it has not happened."""
+        self._staged = []
+
+    def commit(self) -> None:
+        """All that is staged, in one write and one fsync. EventLogError: none of it is in the log, nor staged."""
+        lines, self._staged = self._staged, []
+        if not lines:
+            return
         if self._guard is not None:
             self._guard()
-        lines = [self._encode(body, self._next_seq + i) for i, body in enumerate(bodies)]
-        events = tuple(self._read_back(line) for line in lines)
         try:
             self._write(b"".join(lines))
         except OSError as error:
@@ -232,8 +257,7 @@ class EventLog:
             # a new descriptor next time: this one may be stale for ever, or have told its only error
             self.close()
             raise EventLogError(f"{self.path}: event {self._next_seq} not written: {error}", again=True) from error
-        self._next_seq += len(bodies)
-        return events
+        self._next_seq += len(lines)
 
     def close(self) -> None:
         if self._fd >= 0:

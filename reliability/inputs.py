@@ -1,7 +1,7 @@
 """Taking up the inbox: each item becomes events, in order. What cannot be logged stays in the inbox.
 
-An agent's signal is acknowledged only when it is in the log; a repeated one changes nothing, since folding is
-idempotent.
+What an item asks of the world (an answer to an agent, a prune, a launch) is done once its events are in the log; a
+repeated signal changes nothing, since folding is idempotent.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from outlast.reliability import model as m
 from outlast.reliability.acts import call
 from outlast.reliability.attempt import State
 from outlast.reliability.events import Outcome, StepsDone
 from outlast.reliability.hangs import Save
-from outlast.reliability.inbox import Beaten, Done, Gone, Heard, Joined, Noticed, Stacked
+from outlast.reliability.inbox import Beaten, Done, Event, Gone, Heard, Joined, Noticed, Stacked
 from outlast.reliability.lane import Lane
 from outlast.reliability.model import Node
 from outlast.reliability.parts import IdentityChanges
@@ -54,18 +54,20 @@ class Inputs:
 
     def take(self) -> None:
         """Everything in the inbox, oldest first; an item leaves it when its events are in the log."""
-        inbox = self.loop.inbox
-        while inbox:
-            self._take_one(inbox[0])
-            inbox.popleft()
+        for item in tuple(self.loop.inbox):
+            if isinstance(item, Event):
+                self._take_agents(item)
+            else:
+                self._take_other(item)
+            self.loop.once_durable(self.loop.inbox.popleft)
         self._lost_agents()
 
-    def _take_one(self, item: object) -> None:  # noqa: C901 - a flat dispatch over what can arrive
+    def _take_agents(self, event: Event) -> None:
         loop = self.loop
-        match item:
+        match event:
             case Heard(node=node, incarnation=incarnation, number=number, signal=signal):
                 loop.see(signal)
-                loop.parts.board.ack(node, incarnation, number)
+                loop.once_durable(partial(loop.parts.board.ack, node, incarnation, number))
                 if isinstance(signal, (m.RankExited, m.NodeNotClear)):
                     loop.watch.poke()
             case Beaten(node=node, beat=beat):
@@ -82,6 +84,13 @@ class Inputs:
                 loop.sender.done(node, incarnation, done)
             case Noticed(text=text):
                 loop.note(text)
+            case _:
+                assert_never(event)
+
+    def _take_other(self, item: object) -> None:  # noqa: C901 - a flat dispatch over what can arrive
+        """What the scheduler, people and our own tasks say."""
+        loop = self.loop
+        match item:
             case Outcome() as outcome:
                 if outcome.act in loop.state.open_acts:
                     if isinstance(loop.state.open_acts[outcome.act].action, m.Drain):
@@ -126,16 +135,14 @@ class Inputs:
         now = loop.state.evidence.current
         if hello.attempt and (now is None or hello.attempt != now.plan.attempt or now.state is State.ENDED):
             limits = loop.parts.run.limits
-            loop.parts.board.command(
-                hello.node,
-                StopRanks(
-                    command=loop.sender.next_number(),
-                    attempt=hello.attempt,
-                    term_grace_s=limits.term_grace_s,
-                    kill_grace_s=limits.kill_grace_s,
-                    why="left over from an attempt that is over",
-                ),
+            stop = StopRanks(
+                command=loop.sender.next_number(),
+                attempt=hello.attempt,
+                term_grace_s=limits.term_grace_s,
+                kill_grace_s=limits.kill_grace_s,
+                why="left over from an attempt that is over",
             )
+            loop.once_durable(partial(loop.parts.board.command, hello.node, stop))
 
     def _beat(self, node: Node, beat: Beat) -> None:
         loop = self.loop
@@ -261,7 +268,7 @@ class Inputs:
             loop.watch.poke()  # what the scheduler says of the job decides: cancelled, requeued, time limit
 
     def _background(self, what: Callable[[], object], about: str, lane: Lane | None = None) -> None:
-        """A port call that nothing waits for; a failure is noted."""
+        """A port call that nothing waits for, once what it follows from is in the log; a failure is noted."""
 
         async def run() -> None:
             try:
@@ -271,6 +278,9 @@ class Inputs:
             except Exception as error:  # noqa: BLE001 - a thread's fault must not vanish
                 self.loop.put(f"{about}: {type(error).__name__}: {error}")
 
-        task = asyncio.create_task(run())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        def begin() -> None:
+            task = asyncio.create_task(run())
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+        self.loop.once_durable(begin)

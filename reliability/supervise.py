@@ -77,6 +77,7 @@ async def _supervise(
             supervisor.record(_run_started(parts))
         for problem in past.problems:
             supervisor.record(Noted(text=problem))
+        supervisor.commit()
         _obey_posix_signals(supervisor)
         await board.serve(seat.epoch)
         return await supervisor.run()

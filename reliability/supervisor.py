@@ -1,8 +1,11 @@
 """The loop of one run: signals in, the log, verdicts, actions, moves of the attempt. The edge around the pure core.
 
-    inbox -> record -> judge -> decide -> intent -> act -> outcome
-                          \\-> drive: what the attempt needs next -> commands to agents
+    inbox -> record -> judge -> decide -> intent -> commit -> act -> outcome
+                                                      \\-> drive: what the attempt needs next -> commands to agents
 
+What is recorded is in the state at once and in the log with the next commit, one fsync for all that became known
+together. Only then is it true: agents are answered, acts begin, commands go out. A commit that fails has not happened,
+and the state goes back to the one before.
 It keeps nothing that a decision depends on outside the log; a successor replays it and goes on. Where the log cannot
 be written it does nothing, says so, and tries again: ranks train on meanwhile. Ports are called in threads with
 deadlines (watch.py, acts.py), so that nothing outside can stop the loop.
@@ -15,6 +18,8 @@ import contextlib
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from outlast.reliability import model as m
 from outlast.reliability import planning
@@ -52,6 +57,10 @@ class Supervisor:
 
     def __init__(self, parts: Parts, log: EventLog, fence: Fence, state: RunState) -> None:
         self.parts, self.log, self.fence, self.state = parts, log, fence, state
+        self.settled = state
+        """The state of what is in the log; `state` is ahead of it by what is recorded and not committed."""
+        self.fresh: list[LogEvent] = []
+        self.effects: deque[Callable[[], object]] = deque()
         self.inbox: deque[object] = deque()
         self.awake = asyncio.Event()
         self.watch = SiteWatch(parts, self.put)
@@ -92,20 +101,18 @@ class Supervisor:
 
     async def _turn(self) -> int | None:
         try:
-            self.inputs.take()
-            if self.state.ended is None:
-                self._judge()
-                self._drive()
-                self.hangs.look()
-                self.planner.look()
-                self._grow()
-                self._release()
-            self._lease()
+            try:
+                self._work()
+            except BaseException:
+                self.forget()
+                raise
             if self.unwritable:
                 self.say("the run directory can be written again")
                 self.unwritable = ""
             self.errors = 0
-            return await self._end()
+            if self.state.ended is not None:
+                await wind_down(self)
+                return EXIT_CODES[self.state.ended.outcome]
         except EventLogError as error:
             await self._cannot_write(str(error))
         except FenceError as error:
@@ -119,6 +126,21 @@ class Supervisor:
                 raise
             await asyncio.sleep(0.5)
         return None
+
+    def _work(self) -> None:
+        """One turn: what has come and all that follows from it, committed together before any of it is acted on."""
+        self.inputs.take()
+        if self.state.ended is None:
+            self._judge()
+            self._drive()
+            self.hangs.look()
+            self.planner.look()
+            self._grow()
+            self._release()
+            self._end()
+        self.commit()
+        self._perform()
+        self._lease()
 
     async def _rest(self) -> None:
         timeout = TICK_S
@@ -190,14 +212,38 @@ class Supervisor:
     # ------------------------------------------------------------ the log
 
     def record(self, *bodies: Body) -> None:
-        """Into the log, then into the state, then to whoever watches."""
-        for event in self.log.append_many(bodies):
-            self._advance(event)
+        """Into the state at once, into the log with the next commit."""
+        if len(bodies) > self.log.room:
+            self.commit()
+        for event in self.log.stage(bodies):
+            self.state = advance(self.state, event)
+            self.fresh.append(event)
 
-    def _advance(self, event: LogEvent) -> None:
-        self.state = advance(self.state, event)
+    def once_durable(self, effect: Callable[[], object]) -> None:
+        """Done when all that is recorded so far is in the log; not at all where that fails."""
+        self.effects.append(effect)
+
+    def commit(self) -> None:
+        """What is recorded into the log; then what waited for it, then a line to whoever watches."""
+        try:
+            self.log.commit()
+        except BaseException:
+            self.forget()
+            raise
+        self.settled = self.state
+        fresh, self.fresh = self.fresh, []
+        while self.effects:
+            self.effects.popleft()()
         if self.parts.on_event is not None:
-            self.parts.on_event(event)
+            for event in fresh:
+                self.parts.on_event(event)
+
+    def forget(self) -> None:
+        """What is recorded and not in the log has not happened."""
+        self.log.drop()
+        self.state = self.settled
+        self.fresh.clear()
+        self.effects.clear()
 
     def see(self, *signals: m.Signal) -> None:
         self.record(*(Seen(signal=s) for s in signals))
@@ -225,8 +271,6 @@ class Supervisor:
         if self.watch.asked:  # what this user may do at this site is known
             for number in tuple(self.state.unsettled):
                 self._settle(number)
-        for act in tuple(self.state.open_acts.values()):
-            self._perform(act)
 
     def _settle(self, number: int) -> None:
         """All intents of this incident; what a supervisor before us already intended is not repeated."""
@@ -257,10 +301,11 @@ class Supervisor:
             bodies.append(Outcome(act=act, ok=True))
         self.record(*bodies)
 
-    def _perform(self, act: OpenAct) -> None:
-        if act.act in self.performing or not isinstance(act.action, _NOW):
-            return
-        self.performing[act.act] = asyncio.create_task(self._carry_out(act))
+    def _perform(self) -> None:
+        """Begins what can be done at once. Its intent is in the log."""
+        for act in self.state.open_acts.values():
+            if act.act not in self.performing and isinstance(act.action, _NOW):
+                self.performing[act.act] = asyncio.create_task(self._carry_out(act))
 
     async def _carry_out(self, act: OpenAct) -> None:
         allocations = self.watch.site.allocations
@@ -282,7 +327,7 @@ class Supervisor:
                 if isinstance(want, Move):
                     move = want
                 else:
-                    self.sender.send(want.node, want.what)
+                    self.once_durable(partial(self.sender.send, want.node, want.what))
             if move is None:
                 return
             self.move(move.event, move.why)
@@ -318,7 +363,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ the end
 
-    async def _end(self) -> int | None:
+    def _end(self) -> None:
         state = self.state
         if state.ended is None and state.ending is not None and planning.between_attempts(state):
             ends = state.open(m.EndRun)
@@ -327,9 +372,5 @@ class Supervisor:
                 *(Outcome(act=a.act, ok=True, detail=state.ending.outcome) for a in ends),
                 RunEnded(outcome=state.ending.outcome, why=state.ending.why),
             )
-        if self.state.ended is not None:
-            await wind_down(self)
-            return EXIT_CODES[self.state.ended.outcome]
-        if state.held and self.now_s() > state.held_s + self.parts.run.limits.hold_max_s and state.ending is None:
+        elif state.held and self.now_s() > state.held_s + self.parts.run.limits.hold_max_s and state.ending is None:
             self.intend(m.EndRun(outcome="failed", why=f"held for too long: {state.held}"))
-        return None

@@ -1,6 +1,6 @@
 """A kernel line to its verdict, on a real supervisor: how long, and where the time goes.
 
-    write to /dev/kmsg -> the agent's reader -> link -> supervisor's turn, in the log (fsync) -> verdict, in the log
+    write to /dev/kmsg -> the agent's reader -> link -> supervisor's turn: signal, verdict -> in the log (one fsync)
     \\___ wall clock of this machine, one boot: all stages can be told apart ___/
 
 Each line is a fresh incident: a GPU of its own, no quiet time, no drain budget to spend. They are sent one by one at
@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from outlast.reliability.eventlog import Follower
-from outlast.reliability.events import AttemptMoved, Intent, Judged, LogEvent, Seen
+from outlast.reliability.events import AttemptMoved, Judged, LogEvent, Seen
 from outlast.reliability.model import XidSeen
 
 KMSG = Path("/dev/kmsg")
@@ -37,13 +37,13 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     agent_s: float
     """The agent has read it."""
     seen_s: float
-    """The supervisor writes it to its log."""
+    """The supervisor has taken it up."""
     judged_s: float
-    """The verdict is written to the log: the signal's own fsync lies before it."""
+    """The verdict is made; it is written together with the signal."""
     durable_s: float
-    """The verdict's fsync is over too: the next event is written."""
+    """The fsync of both is over."""
     disk_s: float = 0.0
-    """One fsync on the same disk right after it: on its way a line waits for two, behind those of the line before."""
+    """One fsync on the same disk right after it: on its way a line waits for one, behind that of the line before."""
 
 
 class LiveRun:
@@ -61,6 +61,7 @@ class LiveRun:
         with (place / "output").open("wb") as output:
             self.process = subprocess.Popen(words, cwd=place, stdout=output, stderr=subprocess.STDOUT)
         self.events: list[LogEvent] = []
+        self._durable = place / "durable.txt"
         self._follower = Follower(place / "runs" / "line-0001" / "events.jsonl")
 
     def look(self) -> list[LogEvent]:
@@ -68,6 +69,12 @@ class LiveRun:
         new = self._follower.read().events
         self.events += new
         return new
+
+    def durable_at_s(self, seq: int) -> float | None:
+        """When this verdict was durable, as the supervisor wrote it down; None while it has not."""
+        lines = self._durable.read_text(encoding="utf-8").splitlines() if self._durable.exists() else []
+        told = [line.split() for line in lines[-64:]]
+        return next((float(words[1]) for words in told if len(words) == 2 and words[0] == str(seq)), None)
 
     def until(self, what: Callable[[], bool], limit_s: float, why: str) -> None:
         until = time.monotonic() + limit_s
@@ -113,9 +120,10 @@ def one_line(run: LiveRun, number: int) -> Taken:
     at_s = write_line(gpu)
     found: dict[str, LogEvent] = {}
     agent_s = 0.0
+    durable_s: float | None = None
 
     def done() -> bool:
-        nonlocal agent_s
+        nonlocal agent_s, durable_s
         for event in run.events[-64:]:
             match event.body:
                 case Seen(signal=XidSeen(gpu=g, at_s=read_s, source="kmsg")) if g == gpu and read_s > at_s - 1:
@@ -123,16 +131,16 @@ def one_line(run: LiveRun, number: int) -> Taken:
                     agent_s = read_s
                 case Judged(verdict=verdict) if "seen" in found and found["seen"].seq in verdict.evidence:
                     found.setdefault("judged", event)
-                case Intent() if "judged" in found and event.seq > found["judged"].seq:
-                    found.setdefault("after", event)
-        return "after" in found
+        durable_s = run.durable_at_s(found["judged"].seq) if "judged" in found else None
+        return durable_s is not None
 
     run.until(done, VERDICT_S, f"verdict on {gpu}")
+    assert durable_s is not None, "done() says so"
     return Taken(
         agent_s=agent_s - at_s,
         seen_s=found["seen"].at_s - at_s,
         judged_s=found["judged"].at_s - at_s,
-        durable_s=found["after"].at_s - at_s,
+        durable_s=durable_s - at_s,
     )
 
 

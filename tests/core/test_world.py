@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 
 import msgspec
 import pytest
@@ -12,18 +13,19 @@ from hypothesis import strategies as st
 
 from outlast.reliability import model as m
 from outlast.reliability import supervisor as supervisor_module
-from outlast.reliability.eventlog import EventLog, EventLogError, read_events
+from outlast.reliability import wire
+from outlast.reliability.eventlog import MAX_BATCH, EventLog, EventLogError, read_events
 from outlast.reliability.events import (
     AttemptMoved,
     AttemptPlanned,
     EpochTaken,
     Intent,
     Judged,
-    LogEvent,
     Noted,
     Outcome,
     RunEnded,
     RunStarted,
+    Seen,
     StepsDone,
 )
 from outlast.reliability.fence import Fence, take
@@ -110,8 +112,10 @@ class World:
         self.clock = SimClock(self.loop)
         self.kill_at: int | None = None
         self.policy_notes: list[str] = []
+        self.commits: list[list[int]] = []
+        """Numbers of the lines that became durable together."""
 
-    def parts(self, board, on_event):
+    def parts(self, board):
         return Parts(
             run_dir=self.run_dir,
             run=self.run,
@@ -124,7 +128,6 @@ class World:
             board=board,
             find_suspect=suspect,
             policy_notes=lambda: tuple(self.policy_notes),
-            on_event=on_event,
             can_feed=self.run.cluster.kind == "slurm",
             poll_s=1.0,
         )
@@ -133,19 +136,15 @@ class World:
         seat = take(self.run_dir, Seat(epoch=0, node="", pid=1, host="", port=1, at_s=0))
         fence = Fence(self.run_dir, seat)
         log, past = EventLog.open(self.run_dir.events, seat.epoch, clock=self.clock, boot="b", guard=fence.check)
-
-        def on_event(event: LogEvent) -> None:
-            if self.kill_at is not None and event.seq >= self.kill_at:
-                self.kill_at = None
-                raise Killed
-
-        supervisor = Supervisor(self.parts(SimBoard(self.world), on_event), log, fence, replay(past.events))
+        self._kill_in_writing(log)
+        supervisor = Supervisor(self.parts(SimBoard(self.world)), log, fence, replay(past.events))
         supervisor.record(EpochTaken(epoch=seat.epoch, node="", pid=1, why="test"))
         if supervisor.state.started is None:
             layout = wanted(self.run.layout, nodes=self.run.cluster.nodes, ranks_per_node=2)
             supervisor.record(
                 RunStarted(run="t", run_file_sha256="", train_steps=TARGET, layout=layout, nodes=2, spares=1)
             )
+        supervisor.commit()
         living = asyncio.create_task(self.world.live())
         try:
             return await asyncio.wait_for(supervisor.run(), 900)
@@ -153,6 +152,23 @@ class World:
             living.cancel()
             log.close()
             self.state = supervisor.state
+
+    def _kill_in_writing(self, log: EventLog) -> None:
+        """kill -9 when line `kill_at` is on disk: what is committed with it and stands behind it is not, and what
+        waits for the commit is not done."""
+        write = log._write
+
+        def write_or_die(lines: bytes) -> None:
+            each = lines.splitlines(keepends=True)
+            through = [n for n, line in enumerate(each) if json.loads(line)["seq"] >= (self.kill_at or 1 << 60)]
+            if through:
+                self.kill_at = None
+                write(b"".join(each[: through[0] + 1]))
+                raise Killed
+            write(lines)
+            self.commits.append([json.loads(line)["seq"] for line in each])
+
+        log._write = write_or_die
 
     def go(self, limit_s: float = 600.0) -> int | None:
         """Until the run is over or virtual time is up (None); a killed supervisor is followed by the next."""
@@ -336,15 +352,21 @@ def test_a_held_run_ends_when_its_user_says_so(tmp_path):
     assert world.of(RunEnded)[0].outcome == "stopped"
 
 
-def test_while_the_log_cannot_be_written_ranks_train_on_and_nothing_is_decided(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("fault", "kind"), [("exception", "app_fault"), ("xid", "hardware_fault")])
+def test_while_the_log_cannot_be_written_ranks_train_on_and_nothing_is_done(tmp_path, monkeypatch, fault, kind):
     world = World(tmp_path)
-    append = EventLog.append_many
+    commit, drain = EventLog.commit, SimCluster.drain
     full = False
 
-    def append_many(self, bodies):
-        if full:
+    def drain_if_logged(self, node, reason):
+        assert not full
+        return drain(self, node, reason)
+
+    def commit_or_fail(self):
+        if full and self.room < MAX_BATCH:
+            self.drop()
             raise EventLogError("events.jsonl: no space left on device", again=True)
-        return append(self, bodies)
+        commit(self)
 
     def fill(w):
         nonlocal full
@@ -355,14 +377,65 @@ def test_while_the_log_cannot_be_written_ranks_train_on_and_nothing_is_decided(t
         nonlocal full
         full = False
 
-    monkeypatch.setattr(EventLog, "append_many", append_many)
+    monkeypatch.setattr(EventLog, "commit", commit_or_fail)
+    monkeypatch.setattr(SimCluster, "drain", drain_if_logged)
     world.world.at_step(12, fill)
-    world.world.at_step(24, lambda w: w.kill_rank(1, exception="ValueError: boom"))
+    world.world.at_step(24, FAULTS[fault])
     assert world.go() == 0
     world.check_finished()
     world.check_laws()
     assert sum("cannot be written" in title for title in world.pages.titles) == 1
-    assert [b.verdict.kind for b in world.of(Judged)] == ["app_fault"], world.of(Judged)
+    assert [b.verdict.kind for b in world.of(Judged)] == [kind], world.of(Judged)
+    assert len(world.world.drained) == (fault == "xid")
+
+
+def test_a_line_its_verdict_and_what_is_to_be_done_become_durable_together(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(24, lambda w: w.xid(Node("a"), 79))
+    assert world.go() == 0
+    kinds = {e.seq: type(getattr(e.body, "signal", e.body)) for e in world.events}
+    (xid,) = (seq for seq, kind in kinds.items() if kind is m.XidSeen)
+    (together,) = (commit for commit in world.commits if xid in commit)
+    told = [kinds[seq] for seq in together if seq >= xid and kinds[seq] is not StepsDone]
+    assert told == [m.XidSeen, Judged, Intent, Intent, AttemptMoved]
+
+
+def test_nothing_is_done_before_what_it_follows_from_is_in_the_log(tmp_path, monkeypatch):
+    """Drains after their intents, commands after the moves that ask for them, answers after what they answer."""
+    world = World(tmp_path)
+    done = []
+
+    def logged(kind, **facts):
+        bodies = [b for b in world.of(kind) if all(getattr(b, name) == value for name, value in facts.items())]
+        assert bodies, f"{kind.__name__} {facts} is not in the log"
+        return bodies
+
+    def drain(self, node, reason):
+        assert any(isinstance(b.action, m.Drain) and b.action.node == node for b in logged(Intent))
+        done.append("drain")
+        return drained(self, node, reason)
+
+    def command(self, node, message):
+        wanted = {wire.Gate: "gating", wire.StartRanks: "starting", wire.StopRanks: "stopping"}.get(type(message))
+        if wanted is not None:
+            logged(AttemptMoved, attempt=message.attempt, state=wanted)
+            done.append(wanted)
+        return commanded(self, node, message)
+
+    def ack(self, node, incarnation, number):
+        answered = [h.signal for h in self.world.nodes[node].outbox if h.number <= number]
+        assert all(logged(Seen, signal=signal) for signal in answered)
+        done.append("ack")
+        return acked(self, node, incarnation, number)
+
+    drained, commanded, acked = SimCluster.drain, SimBoard.command, SimBoard.ack
+    monkeypatch.setattr(SimCluster, "drain", drain)
+    monkeypatch.setattr(SimBoard, "command", command)
+    monkeypatch.setattr(SimBoard, "ack", ack)
+    world.world.at_step(24, lambda w: w.xid(Node("a"), 79))
+    assert world.go() == 0
+    world.check_finished()
+    assert set(done) == {"drain", "gating", "starting", "stopping", "ack"}
 
 
 def test_a_torn_checkpoint_is_set_aside_and_the_one_before_it_restored(tmp_path):

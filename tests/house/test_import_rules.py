@@ -288,7 +288,6 @@ LONG_MODULES = {
     "reliability/sim.py": (580, "the simulated half of every port, one world"),
 }
 LONG_FUNCTIONS = {
-    "reliability/inputs.py:_take_one": (45, "a flat dispatch over all that can arrive"),
     "slurm/testbed_conf.py:render_slurm_conf": (60, "the text of slurm.conf"),
     "checkpoint/writer.py:save": (55, "the order of one save, and what undoes it"),
     "checkpoint/writer.py:__init__": (45, "the settings of a saver, each with its reason"),

@@ -181,6 +181,57 @@ def test_batches_are_bounded_and_may_be_empty(path: Path) -> None:
         log.append_many([Noted(text="x")] * (MAX_BATCH + 1))
 
 
+def test_what_is_staged_is_written_together_or_has_not_happened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs, asked, real = 0, 0, os.fsync
+
+    def count(fd: int) -> None:
+        nonlocal syncs
+        syncs += 1
+        real(fd)
+
+    def guard() -> None:
+        nonlocal asked
+        asked += 1
+
+    log, _ = reopen(path, guard=guard)
+    monkeypatch.setattr(eventlog.os, "fsync", count)
+    said = [*log.stage([taken(1)]), *log.stage([Noted(text="a"), Noted(text="b")])]
+    assert path.read_bytes() == b"" and log.room == MAX_BATCH - 3
+    log.commit()
+    assert (read_events(path).events, log.room, syncs, asked) == (said, MAX_BATCH, 1, 1)
+    log.commit()  # nothing is staged: nothing is asked or written
+    (lost,) = log.stage([Noted(text="lost")])
+    log.drop()
+    log.commit()
+    assert (syncs, asked) == (1, 1)
+    kept = log.append(Noted(text="kept"))
+    assert kept.seq == lost.seq == 4
+    assert read_events(path).events == [*said, kept]
+    log.stage([Noted(text="x")] * (MAX_BATCH - 1))
+    with pytest.raises(EventLogError, match=f"found {MAX_BATCH + 1} events"):
+        log.stage([Noted(text="x")] * 2)
+
+
+def test_a_commit_that_fails_leaves_nothing_staged(path: Path) -> None:
+    fenced = False
+
+    def guard() -> None:
+        if fenced:
+            raise Fenced("epoch 2 is taken", held=1, found=2)
+
+    log, _ = reopen(path, guard=guard)
+    one = log.append(Noted(text="one"))
+    fenced = True
+    log.stage([Noted(text="lost")])
+    with pytest.raises(Fenced):
+        log.commit()
+    assert log.room == MAX_BATCH
+    fenced = False
+    assert read_events(path).events == [one]
+    assert log.append(Noted(text="two")).seq == 2
+    assert texts(read_events(path).events) == ["one", "two"]
+
+
 def test_a_line_that_claims_to_replace_half_the_log_is_damaged(path: Path) -> None:
     log, _ = reopen(path)
     for _ in range(2):
