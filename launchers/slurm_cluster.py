@@ -194,6 +194,7 @@ class SlurmCluster:
             feeder=row.name == sbatch.job_name(self._run_dir, feeder=True),
             restarts=row.restarts,
             batch_node=row.batch_node,
+            ends_at_s=time.time() + row.left_s if row.left_s is not None and row.state == "RUNNING" else 0.0,
         )
 
     def _past_allocations(self) -> list[Allocation]:

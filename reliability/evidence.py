@@ -227,12 +227,7 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
             return _with_attempt(evidence, stuck.attempt, no_progress_seq=event.seq, no_progress=stuck)
         case m.CheckpointSeen() as checkpoint:
             if checkpoint.verified:
-                plan = evidence.current.plan if evidence.current else None
-                return replaced(  # type: ignore[no-any-return]
-                    evidence,
-                    durable_step=max(evidence.durable_step, checkpoint.train_step),
-                    saving=with_save(evidence.saving, event.seq, plan, checkpoint),
-                )
+                return _fold_durable(evidence, event, checkpoint)
             fact2 = CheckpointFact(seq=event.seq, checkpoint=checkpoint)
             return replaced(evidence, bad_checkpoints=(*evidence.bad_checkpoints, fact2))  # type: ignore[no-any-return]
         case m.OperatorAsked() as ask:
@@ -243,6 +238,15 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
             )
         case _:
             return _fold_node_signal(evidence, event, signal)
+
+
+def _fold_durable(evidence: Evidence, event: LogEvent, checkpoint: m.CheckpointSeen) -> Evidence:
+    plan = evidence.current.plan if evidence.current else None
+    return replaced(  # type: ignore[no-any-return]
+        evidence,
+        durable_step=max(evidence.durable_step, checkpoint.train_step),
+        saving=with_save(evidence.saving, event.seq, plan, checkpoint),
+    )
 
 
 def _fold_node_signal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 
 from outlast.reliability.model import JobId, Node, Noun
 from outlast.slurm.errors import SlurmError
@@ -22,6 +23,7 @@ SACCT_FIELDS = "JobIDRaw,State,ExitCode,NodeList,JobName,Comment"
 
 _KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9/:_]*)=")
 _REASON = re.compile(r"(?:^|\s)Reason=(.*?) \[([^\s\[\]@]*)@([^\[\]]*)\](?=\s*$|\s+(?:Comment|Extra|InstanceId)=)")
+_RUN_TIME = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,3}):([0-9]{2}):([0-9]{2})")
 _BY = re.compile(r"(\S+)(?: by (\d+))?\+?")
 
 
@@ -38,6 +40,8 @@ class JobRow(Noun, frozen=True, kw_only=True):
     restarts: int = 0
     exclude: tuple[Node, ...] = ()
     comment: str = ""
+    left_s: float | None = None
+    """Until Slurm ends it: its time limit, or sooner where it is being preempted. None where it has no end."""
 
 
 class QueueRow(Noun, frozen=True, kw_only=True):
@@ -83,7 +87,25 @@ def _parse_job(line: str) -> JobRow:
         restarts=int(restarts) if _is_number(restarts) else 0,
         exclude=expand(_value(fields, "ExcNodeList")),
         comment=_value(fields, "Comment"),
+        left_s=_left_s(fields),
     )
+
+
+def _left_s(fields: dict[str, str]) -> float | None:
+    """EndTime less StartTime less RunTime: stamps are in a time zone that is not told, their difference is not.
+
+    A preemption with a grace time moves EndTime, and leaves TimeLimit as it was.
+    """
+    try:
+        whole = datetime.fromisoformat(fields["EndTime"]) - datetime.fromisoformat(fields["StartTime"])
+    except (KeyError, ValueError):
+        return None  # Unknown, N/A, None: not started, or without a limit
+    run = _RUN_TIME.fullmatch(fields.get("RunTime", ""))
+    if run is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in run.groups())
+    ran = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    return (whole - ran).total_seconds()
 
 
 def parse_nodes(text: str) -> tuple[NodeRow, ...]:

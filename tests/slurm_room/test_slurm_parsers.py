@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,6 +34,24 @@ def test_a_running_job(name: str) -> None:
     assert row.batch_node == "n1"
     assert row.comment == "run=abc"
     assert row.exclude == () and row.reason == ""
+    assert row.left_s == 598
+
+
+@pytest.mark.parametrize(
+    ("end", "left_s"),
+    [("2026-11-30T16:29:17", 598), ("2026-11-30T16:19:49", 30), ("Unknown", None), ("None", None), ("", None)],
+)
+def test_how_long_a_job_may_run_on(end: str, left_s: float | None) -> None:
+    """A preemption with a grace time moves the end and leaves the limit; without a limit there is no end."""
+    line = said("scontrol-22.05-job-oneline.txt").replace("EndTime=2026-11-30T16:29:17", f"EndTime={end}")
+    (row,) = parsers.parse_jobs(line)
+    assert row.left_s == left_s
+
+
+def test_a_job_of_days(tmp_path: Path) -> None:
+    line = said("scontrol-22.05-job-oneline.txt").replace("RunTime=00:00:02", "RunTime=2-01:00:02")
+    (row,) = parsers.parse_jobs(line.replace("EndTime=2026-11-30T16:29:17", "EndTime=2026-12-07T16:19:17"))
+    assert row.left_s == 5 * 86400 - 3602
 
 
 def test_a_job_that_waits_after_a_node_failure() -> None:
@@ -53,7 +72,8 @@ def test_a_users_text_does_not_replace_what_slurm_says() -> None:
 
 
 def test_json_and_text_agree_on_a_running_job() -> None:
-    (text,) = parsers.parse_jobs(said("scontrol-22.05-job-running.txt"))
+    (row,) = parsers.parse_jobs(said("scontrol-22.05-job-running.txt"))
+    text = msgspec.structs.replace(row, left_s=None)  # squeue's JSON does not say what time it is
     rows = parsers_json.parse_jobs_json(said("squeue-22.05-running.json"))
     assert text in rows
 
