@@ -103,7 +103,7 @@ def releasable(state: RunState, site: SiteView, own: Node) -> m.Release | None:
         for node in allocation.nodes:
             slurm = state.evidence.node(node).state
             fixed = node == allocation.batch_node and not (allocation.feeder and allocation.nodes == (node,))
-            idle = now is not None and node not in now.plan.nodes
+            idle = now is not None and (now.state is State.ENDED or node not in now.plan.nodes)
             draining = node in state.excluded and slurm is not None and "drain" in slurm.flags
             if draining and idle and not fixed and node != own and (node, allocation.job) not in state.released:
                 why = f"{state.excluded[node].rule}: Slurm drains it, and no rank of the run is on it"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from outlast.reliability import model as m
 from outlast.reliability import supervisor as supervisor_module
 from outlast.reliability import wire
+from outlast.reliability.attempt import State
 from outlast.reliability.eventlog import MAX_BATCH, EventLog, EventLogError, read_events
 from outlast.reliability.events import (
     AttemptMoved,
@@ -215,7 +216,7 @@ class World:
                     convicted.add(v.node)
                 case AttemptPlanned(plan=plan):
                     assert not convicted & set(plan.nodes)
-        # only what is drained is given back, and nothing runs there any more
+        # only what is drained is given back, and nothing runs there again
         for act in [b.action for b in self.of(Intent) if isinstance(b.action, m.Release)]:
             assert (
                 "drain" in self.world.nodes[act.node].flags and act.node not in self.state.evidence.current.plan.nodes
@@ -258,7 +259,8 @@ def test_a_drained_node_is_given_back_once_the_swap_has_emptied_it(tmp_path):
     world.check_laws()
     bodies = [e.body for e in world.events]
     release = next(b for b in bodies if isinstance(b, Intent) and isinstance(b.action, m.Release))
-    assert bodies.index(release) > bodies.index(world.of(AttemptPlanned)[1])
+    ended = next(b for b in world.of(AttemptMoved) if b.state is State.ENDED)
+    assert bodies.index(release) > bodies.index(ended), "not before nothing of the run is left there"
     assert [o.ok for o in world.of(Outcome) if o.act == release.act] == [True]
     assert world.world.allocations[0].nodes == ("b", "c") and world.world.calls.count("release a") == 1
     assert len(world.of(AttemptPlanned)) == 2 and len(world.of(Judged)) == 1, "its agent's end is nobody's fault"
