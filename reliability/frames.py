@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hmac
 import struct
+from abc import ABC, abstractmethod
 from enum import StrEnum
 from typing import Annotated, Final, Generic, TypeVar
 
@@ -95,7 +96,7 @@ def parse_secret(text: str) -> bytes:
     return secret
 
 
-class _Side(Generic[In, Out]):
+class _Side(ABC, Generic[In, Out]):
     """What both sides share: cutting the stream into frames, sealing and opening them."""
 
     def __init__(
@@ -214,8 +215,9 @@ class _Side(Generic[In, Out]):
         if not hmac.compare_digest(proof, expected):
             raise FrameError(f"proof of the {role}", found="one that does not fit", expected="this run's secret")
 
+    @abstractmethod
     def _shake(self, payload: bytes) -> None:
-        raise NotImplementedError
+        """Take the peer's next message of the handshake. FrameError ends it."""
 
 
 class AgentSide(_Side[FromSupervisor, FromAgent]):

@@ -7,6 +7,8 @@ site would choose: a test must not wait two minutes for a requeue.
 
 from __future__ import annotations
 
+from typing import Final
+
 from outlast.reliability.model import Node, Noun
 
 CLUSTER = "outlast_testbed"
@@ -63,63 +65,80 @@ class TestbedSpec(Noun, frozen=True, kw_only=True):
         return tuple(Node(f"n{i}") for i in range(1, self.nodes + 1))
 
 
-def render_slurm_conf(spec: TestbedSpec) -> str:
-    """slurm.conf; comments there would only repeat what the manual says, so reasons stand here.
+Pairs = list[tuple[str, str]]
 
-    CommunicationParameters keeps the daemons on loopback. AccountingStoragePass is how a client of slurmdbd learns the
-    socket of our own munged. proctrack/linuxproc and no task plugin: no cgroups, hence no root.
-    """
+_EVERYWHERE: Final[Pairs] = [
+    ("AuthType", "auth/munge"),
+    ("CredType", "cred/munge"),
+    ("CommunicationParameters", "NoInAddrAny,NoCtldInAddrAny"),
+    ("LogTimeFormat", "iso8601_ms"),
+    ("MailProg", "/bin/true"),
+    ("MpiDefault", "none"),
+    ("SwitchType", "switch/none"),
+    ("ProctrackType", "proctrack/linuxproc"),
+    ("TaskPlugin", "task/none"),
+    ("JobAcctGatherType", "jobacct_gather/none"),
+    ("SelectType", "select/cons_tres"),
+    ("SelectTypeParameters", "CR_CPU"),
+    ("SchedulerType", "sched/backfill"),
+    ("SchedulerParameters", "sched_interval=2,sched_min_interval=0,batch_sched_delay=0,bf_interval=2"),
+    ("TCPTimeout", "1"),
+    ("SlurmctldTimeout", "10"),
+    ("BatchStartTimeout", "5"),
+    ("InactiveLimit", "0"),
+    ("WaitTime", "0"),
+    ("MinJobAge", "600"),
+    ("KillOnBadExit", "0"),
+    ("JobRequeue", "1"),
+    ("ReturnToService", "1"),
+    ("TreeWidth", "65533"),
+    ("SlurmdParameters", "config_overrides"),
+    ("GresTypes", "gpu"),
+]
+"""What is the same for every testbed.
+
+CommunicationParameters keeps the daemons on loopback; proctrack/linuxproc and no task plugin: no cgroups, hence no
+root; intervals are short, so that a test sees the scheduler act.
+"""
+
+
+def render_slurm_conf(spec: TestbedSpec) -> str:
+    """slurm.conf; comments there would only repeat what the manual says, so reasons stand here."""
+    pairs = [*_daemons(spec), *_waits(spec), *_EVERYWHERE, *_accounting(spec)]
+    lines = [f"{key}={value}" for key, value in pairs]
+    return "\n".join([*lines, *_nodes(spec), spec.extra_conf, ""])
+
+
+def _daemons(spec: TestbedSpec) -> Pairs:
+    """Who they are and where their files lie."""
     where = spec.directory
-    pairs = [
+    return [
         ("ClusterName", CLUSTER),
         ("SlurmctldHost", f"{spec.host}(127.0.0.1)"),
         ("SlurmctldPort", str(spec.port)),
         ("SlurmUser", spec.user),
         ("SlurmdUser", spec.user),
-        ("AuthType", "auth/munge"),
-        ("CredType", "cred/munge"),
         ("AuthInfo", f"socket={spec.munge_socket},cred_expire={spec.cred_expire_s}"),
-        ("CommunicationParameters", "NoInAddrAny,NoCtldInAddrAny"),
         ("StateSaveLocation", f"{where}/state"),
         ("SlurmdSpoolDir", f"{where}/spool/%n"),
         ("SlurmctldPidFile", f"{where}/run/slurmctld.self"),
         ("SlurmdPidFile", f"{where}/run/slurmd-%n.self"),
         ("SlurmctldLogFile", f"{where}/log/slurmctld.log"),
         ("SlurmdLogFile", f"{where}/log/slurmd-%n.log"),
-        ("LogTimeFormat", "iso8601_ms"),
-        ("MailProg", "/bin/true"),
-        ("MpiDefault", "none"),
-        ("SwitchType", "switch/none"),
-        ("ProctrackType", "proctrack/linuxproc"),
-        ("TaskPlugin", "task/none"),
-        ("JobAcctGatherType", "jobacct_gather/none"),
-        ("SelectType", "select/cons_tres"),
-        ("SelectTypeParameters", "CR_CPU"),
-        ("SchedulerType", "sched/backfill"),
-        ("SchedulerParameters", "sched_interval=2,sched_min_interval=0,batch_sched_delay=0,bf_interval=2"),
+    ]
+
+
+def _waits(spec: TestbedSpec) -> Pairs:
+    return [
         ("SlurmdTimeout", str(spec.node_timeout_s)),
         ("MessageTimeout", str(spec.message_timeout_s)),
         ("UnkillableStepTimeout", str(5 * spec.message_timeout_s)),
-        ("TCPTimeout", "1"),
-        ("SlurmctldTimeout", "10"),
         ("KillWait", str(spec.kill_wait_s)),
-        ("BatchStartTimeout", "5"),
-        ("InactiveLimit", "0"),
-        ("WaitTime", "0"),
-        ("MinJobAge", "600"),
-        ("KillOnBadExit", "0"),
-        ("JobRequeue", "1"),
-        ("ReturnToService", "1"),
-        ("TreeWidth", "65533"),
-        ("SlurmdParameters", "config_overrides"),
-        ("GresTypes", "gpu"),
-        *_accounting(spec),
     ]
-    lines = [f"{key}={value}" for key, value in pairs]
-    return "\n".join([*lines, *_nodes(spec), spec.extra_conf, ""])
 
 
-def _accounting(spec: TestbedSpec) -> list[tuple[str, str]]:
+def _accounting(spec: TestbedSpec) -> Pairs:
+    """AccountingStoragePass is how a client of slurmdbd learns the socket of our own munged."""
     if not spec.accounting:
         return [("AccountingStorageType", "accounting_storage/none"), ("JobCompType", "jobcomp/none")]
     return [

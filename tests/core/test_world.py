@@ -37,7 +37,8 @@ from outlast.reliability.policy import Policy
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import Checkpoint, Cluster, LayoutAsked, Limits, RunFile, Task
 from outlast.reliability.runstate import replay
-from outlast.reliability.sim import SimBoard, SimClock, SimCluster, SimLoop, SimStore, SimWorld
+from outlast.reliability.sim import SimClock, SimLoop, SimWorld
+from outlast.reliability.sim_ports import SimBoard, SimCluster, SimStore
 from outlast.reliability.supervise import wanted
 from outlast.reliability.supervisor import Supervisor
 from outlast.reliability.wire import RankSpec, RankStack, Seat

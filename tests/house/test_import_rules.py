@@ -285,10 +285,8 @@ MAX_LINES, MAX_FUNCTION_LINES = 400, 40
 
 LONG_MODULES = {
     "reliability/model.py": (520, "the nouns: one closed set, read as one page"),
-    "reliability/sim.py": (580, "the simulated half of every port, one world"),
 }
 LONG_FUNCTIONS = {
-    "slurm/testbed_conf.py:render_slurm_conf": (60, "the text of slurm.conf"),
     "checkpoint/writer.py:save": (55, "the order of one save, and what undoes it"),
     "checkpoint/writer.py:__init__": (45, "the settings of a saver, each with its reason"),
 }
