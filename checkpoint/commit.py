@@ -13,7 +13,7 @@ kill there. This module does not decide what is in a manifest, nor when to save.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -72,11 +72,17 @@ def write_bytes(ops: Ops, path: Path, data: bytes) -> FileEntry:
     return write_file(ops, path, fill)
 
 
-def commit(ops: Ops, directory: Path, manifest: Manifest, reach: Reach = pass_by) -> None:
-    """Make the checkpoint in `directory` true. Its files were written by write_file, by whichever process."""
+def commit(
+    ops: Ops, directory: Path, manifest: Manifest, reach: Reach = pass_by, *, elsewhere: Collection[str] = ()
+) -> None:
+    """Make the checkpoint in `directory` true. Its files were written by write_file, by whichever process.
+
+    elsewhere: files of the manifest that are durable in another place (local_tier.py).
+    """
     raw = encode_manifest(manifest)
-    _refuse_short_files(directory, manifest)
-    for holder in sorted({(directory / path).parent for path in manifest.files} | {directory}, reverse=True):
+    _refuse_short_files(directory, manifest, elsewhere)
+    here = {(directory / path).parent for path in manifest.files if path not in elsewhere}
+    for holder in sorted(here | {directory}, reverse=True):
         ops.sync_dir(holder)
     ops.sync_dir(directory.parent)
     reach("commit.names")
@@ -112,9 +118,11 @@ def _place(ops: Ops, directory: Path, name: str, data: bytes, reach: Reach, poin
     ops.sync_dir(directory)
 
 
-def _refuse_short_files(directory: Path, manifest: Manifest) -> None:
+def _refuse_short_files(directory: Path, manifest: Manifest, elsewhere: Collection[str]) -> None:
     """A last look before the promise: another process may have moved or cut a file since it was written."""
     for path, entry in manifest.files.items():
+        if path in elsewhere:
+            continue
         try:
             size_bytes = os.lstat(directory / path).st_size
         except FileNotFoundError:

@@ -7,6 +7,7 @@ checkpoints/iter_0000030/       a checkpoint, believed once COMMITTED fits its m
             .leaving-iter_...   about to be deleted, may still come back (a lease)
             .trash-iter_...     being deleted
             .fetching-iter_...  on its way here from an object store; not whole yet
+            local/iter_...      index and manifest of a checkpoint whose shards lie on the nodes
             latest_checkpointed_iteration.txt   for readers that know the framework alone; never believed here
 """
 
@@ -19,6 +20,7 @@ TRACKER: Final = "latest_checkpointed_iteration.txt"
 QUARANTINE: Final = "quarantine"
 ASIDE: Final = "aside"
 LEASES: Final = "leases"
+LOCAL: Final = "local"
 LEAVING: Final = ".leaving-"
 TRASH: Final = ".trash-"
 FETCHING: Final = ".fetching-"
