@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from outlast.reliability import model as m
@@ -87,11 +88,16 @@ class Acts:
                 left = await self.let_go(node)
                 done = await call(lambda: self.cluster.release(node, job))
                 return done if left else f"{done}; its agent had not left by then"
-            case m.RollBack(quarantine=step, why=why):
-                await self.setting_aside.ask(lambda: self.store.quarantine(step, why), timeout_s=_CALL_S)
-                return f"checkpoint {step} set aside"
+            case m.RollBack() as back:
+                return await self._set_aside(back)
             case _:
                 return ""
+
+    async def _set_aside(self, back: m.RollBack) -> str:
+        steps = (back.quarantine, *back.too)
+        for step in steps:
+            await self.setting_aside.ask(partial(self.store.quarantine, step, back.why), timeout_s=_CALL_S)
+        return f"checkpoint {', '.join(map(str, steps))} set aside"
 
     async def page(self, title: str, text: str) -> None:
         await asyncio.to_thread(self.pager.page, f"{self.run_name}: {title}", text)

@@ -64,8 +64,9 @@ def decide(verdict: Verdict, now: Situation, *, legal: Legal) -> tuple[Action, .
     if verdict.hold:
         return (*drains, m.Hold(why=verdict.because))
     in_plan = now.plan is not None and verdict.node in now.plan.nodes
+    back = m.RollBack(quarantine=verdict.quarantine, too=verdict.quarantine_too, why=verdict.because)
     if not verdict.stops and verdict.quarantine >= 0:
-        return (*drains, m.RollBack(quarantine=verdict.quarantine, why=verdict.because))
+        return (*drains, back)
     if not verdict.stops:
         why = "the attempt goes on" + (f"; {verdict.node} is not used any more" if verdict.convicts else "")
         return (*drains, m.LeaveIt(why=why))
@@ -73,7 +74,7 @@ def decide(verdict: Verdict, now: Situation, *, legal: Legal) -> tuple[Action, .
         times = now.failures_without_progress + 1
         return (*drains, m.Hold(why=f"{times} attempts in a row without progress; the last: {verdict.because}"))
     if verdict.quarantine >= 0:
-        return (*drains, m.RollBack(quarantine=verdict.quarantine, why=verdict.because))
+        return (*drains, back)
     return (*drains, *ladder(now, legal=legal, why=verdict.rule, at_checkpoint=verdict.at_checkpoint and in_plan))
 
 

@@ -7,7 +7,7 @@ name its evidence. Judging is in policy.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, assert_never
 
 import msgspec
@@ -238,6 +238,14 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
             )
         case _:
             return _fold_node_signal(evidence, event, signal)
+
+
+def without_saves(evidence: Evidence, train_steps: Collection[int]) -> Evidence:
+    """These checkpoints do not count any more; durable_step is the newest of those that are left."""
+    if evidence.durable_step not in train_steps:
+        return evidence
+    left = [s.train_step for s in evidence.saving.saves if s.train_step not in train_steps]
+    return replaced(evidence, durable_step=max(left, default=0))  # type: ignore[no-any-return]
 
 
 def _fold_durable(evidence: Evidence, event: LogEvent, checkpoint: m.CheckpointSeen) -> Evidence:

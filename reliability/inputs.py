@@ -154,7 +154,9 @@ class Inputs:
             loop.record(StepsDone(attempt=beat.attempt, steps=fresh))
             now_s = loop.now_s()
             loop.hangs.saves.extend(Save(s.train_step, now_s - s.age_s, s.save_s) for s in fresh if s.save_s > 0)
-        if beat.durable_step > loop.state.evidence.durable_step:
+        saves = loop.state.evidence.saving.saves
+        heard = any(s.attempt == beat.attempt and s.train_step == beat.durable_step for s in saves)
+        if beat.durable_step > loop.state.evidence.durable_step and not heard:  # one set aside since counts no more
             self._durable(beat.durable_step, fresh)
 
     def _durable(self, train_step: int, steps: tuple[m.StepSeen, ...]) -> None:

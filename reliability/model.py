@@ -336,6 +336,8 @@ class Verdict(Noun, frozen=True, kw_only=True):
     """'' or the outcome with which the run is to end: stopped, cancelled."""
     quarantine: int = -1
     """The train_step of a checkpoint that must not be restored again; -1 none."""
+    quarantine_too: tuple[int, ...] = ()
+    """More of them."""
     hold: bool = False
     """True: restarting cannot help; a person is needed."""
     evidence: tuple[int, ...] = ()
@@ -445,6 +447,8 @@ class RollBack(Noun, frozen=True, kw_only=True, tag="roll_back"):
 
     quarantine: int
     why: str
+    too: tuple[int, ...] = ()
+    """Further train_steps whose checkpoints are quarantined with it."""
 
 
 class Hold(Noun, frozen=True, kw_only=True, tag="hold"):

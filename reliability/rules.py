@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outlast.reliability import rules_attempt, rules_gpu, rules_node, rules_operator
+from outlast.reliability import rules_attempt, rules_checkpoint, rules_gpu, rules_node, rules_operator
 from outlast.reliability.policy import Rule
 
 RULES: Final[tuple[Rule, ...]] = (
@@ -24,7 +24,7 @@ RULES: Final[tuple[Rule, ...]] = (
     # then what only ends an attempt
     rules_attempt.misplaced,
     rules_attempt.replaced_agents,
-    rules_attempt.bad_checkpoints,
+    rules_checkpoint.bad_checkpoints,
     rules_node.killed_for_memory,
     rules_attempt.dead_ranks,
     rules_attempt.hangs,

@@ -21,9 +21,17 @@ from outlast.reliability.evidence import (
 )
 from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding, Pending
-
-_CHECKPOINT_ERRORS = ("CheckpointError", "NotWhole", "CheckpointingException", "CheckpointException")
-_NO_HARDWARE = Rejected(alternative="hardware", why="no kernel line blames a node of this attempt")
+from outlast.reliability.rules_checkpoint import (
+    NO_HARDWARE,
+    died_so_before,
+    doubtful,
+    exits,
+    follows_the_load,
+    refused,
+    refuses_load,
+    suspect,
+    tell_doubtful,
+)
 
 
 def misplaced(case: Case) -> Iterator[Finding]:
@@ -77,8 +85,8 @@ def explain_exit(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
         return _rerun(case, now, first)
     if gone.error_class in ECHO_CLASSES:
         return _only_echoes(now, first)
-    if gone.phase == "load" and gone.exception.split(":")[0].rsplit(".", 1)[-1] in _CHECKPOINT_ERRORS:
-        return _bad_checkpoint(now, first)
+    if refuses_load(first):
+        return refused(case, now, first)
     if gone.exception or gone.error_class in ("app_exception", "oom_job", "data_error"):
         return _program(case, now, first)
     return _unexplained(case, now, first)
@@ -115,11 +123,10 @@ def _program(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
             stops=True,
             hold=True,
             evidence=(first.seq,),
-            rejected=(_NO_HARDWARE, Rejected(alternative="chance", why="it came back at the same train_step")),
+            rejected=(NO_HARDWARE, Rejected(alternative="chance", why="it came back at the same train_step")),
         )
-    near = now.reached - now.plan.restore_step <= case.policy.near_restore_steps
-    if same and len(node_sets) > 1 and near and now.plan.restore_step > 0:
-        return _suspect_checkpoint(now, first, what)
+    if any(follows_the_load(case, now, past) for past in same):
+        return suspect(now, first, what)
     return Verdict(
         key=f"exit:{now.plan.attempt}",
         kind=Kind.APP_FAULT,
@@ -130,41 +137,8 @@ def _program(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
         confidence=Confidence.HIGH if gone.exception else Confidence.MEDIUM,
         rank=gone.rank,
         stops=True,
-        evidence=_exits(now, first),
-        rejected=(_NO_HARDWARE, Rejected(alternative="checkpoint or data", why="not seen before at this train_step")),
-    )
-
-
-def _suspect_checkpoint(now: AttemptFacts, first: ExitFact, what: str) -> Verdict:
-    step = now.plan.restore_step
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
-        kind=Kind.CHECKPOINT_UNUSABLE,
-        scope=Scope.CHECKPOINT,
-        rule="same_failure_after_same_restore",
-        because=f"{what} again within {now.reached - step} train_steps of restoring {step}, on different nodes: "
-        "the checkpoint is suspect and set aside",
-        stops=True,
-        quarantine=step,
-        evidence=(first.seq,),
-        rejected=(_NO_HARDWARE, Rejected(alternative="node", why="it moved with the checkpoint, not with the node")),
-    )
-
-
-def _bad_checkpoint(now: AttemptFacts, first: ExitFact) -> Verdict:
-    step = now.plan.restore_step
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
-        kind=Kind.CHECKPOINT_UNUSABLE,
-        scope=Scope.CHECKPOINT,
-        rule="load_refused",
-        because=f"rank {first.exit.rank} could not load the checkpoint of train_step {step}: {first.exit.exception}",
-        confidence=Confidence.HIGH,
-        rank=first.exit.rank,
-        stops=True,
-        quarantine=step if step > 0 else -1,
-        evidence=_exits(now, first),
-        rejected=(_NO_HARDWARE,),
+        evidence=exits(now, first),
+        rejected=(NO_HARDWARE, Rejected(alternative="checkpoint or data", why="not seen before at this train_step")),
     )
 
 
@@ -177,8 +151,8 @@ def _only_echoes(now: AttemptFacts, first: ExitFact) -> Verdict:
         because="every rank that ended says only that another one was gone; which one began it is not known",
         confidence=Confidence.LOW,
         stops=True,
-        evidence=_exits(now, first),
-        rejected=(_NO_HARDWARE,),
+        evidence=exits(now, first),
+        rejected=(NO_HARDWARE,),
     )
 
 
@@ -186,6 +160,8 @@ def _unexplained(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     """Killed, or ended without a word. Once is chance; again on the same node is that node."""
     gone = first.exit
     how = f"POSIX signal {gone.posix_signal}" if gone.posix_signal else f"exit code {gone.exit_code}, no exception"
+    if died_so_before(case, now, first):
+        return suspect(now, first, how)
     before = _deaths_in_a_row(case, gone.node)
     if before + 1 >= case.policy.suspect_after and len(now.plan.nodes) > 1:
         return _suspect_node(now, first, how, before + 1)
@@ -199,8 +175,8 @@ def _unexplained(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
         confidence=Confidence.LOW,
         rank=gone.rank,
         stops=True,
-        evidence=_exits(now, first),
-        rejected=(_NO_HARDWARE, Rejected(alternative="program", why="no exception in any rank's output")),
+        evidence=exits(now, first),
+        rejected=(NO_HARDWARE, Rejected(alternative="program", why="no exception in any rank's output")),
     )
 
 
@@ -231,7 +207,7 @@ def _suspect_node(now: AttemptFacts, first: ExitFact, how: str, times: int) -> V
         rank=gone.rank,
         convicts=True,
         stops=True,
-        evidence=_exits(now, first),
+        evidence=exits(now, first),
         rejected=(Rejected(alternative="chance", why="it keeps to one node"),),
     )
 
@@ -251,7 +227,7 @@ def _rerun(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
             rank=gone.rank,
             convicts=True,
             stops=True,
-            evidence=_exits(now, first),
+            evidence=exits(now, first),
             rejected=(Rejected(alternative="drain", why="whether node or program is wrong is told by the repeat"),),
         )
     return _rerun_answer(case, now, first)
@@ -271,26 +247,30 @@ def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
             confidence=Confidence.HIGH,
             stops=True,
             hold=True,
-            evidence=_exits(now, at),
+            evidence=exits(now, at),
             rejected=(Rejected(alternative="hardware", why="two nodes agree"),),
         )
     # a second rerun speaks of the node that ran the first one, a rerun in place of its own
     culprit = (before.node if before is not None else None) if gone.error_class == "sdc_confirmed" else gone.node
     if culprit is None:
         return _rerun_of_nobody(now, at)
+    spoiled = doubtful(case.evidence, culprit, at.seq)
     return Verdict(
         key=f"exit:{now.plan.attempt}",
         kind=Kind.HARDWARE_FAULT,
         scope=Scope.NODE,
         rule="rerun_differs",
-        because=f"the train_step repeated gives another result (exit 17): {culprit} computes wrong numbers",
+        because=f"the train_step repeated gives another result (exit 17): {culprit} computes wrong numbers"
+        + tell_doubtful(spoiled),
+        quarantine=spoiled[0] if spoiled else -1,
+        quarantine_too=spoiled[1:],
         confidence=Confidence.HIGH if before is not None else Confidence.MEDIUM,
         node=culprit,
         rank=gone.rank,
         convicts=True,
         drains=True,
         stops=True,
-        evidence=_exits(now, at),
+        evidence=exits(now, at),
         rejected=(Rejected(alternative="program", why="the same input gave two results"),),
     )
 
@@ -305,26 +285,9 @@ def _rerun_of_nobody(now: AttemptFacts, at: ExitFact) -> Verdict:
         "first one is not known, and the one that repeated it is not to blame",
         confidence=Confidence.LOW,
         stops=True,
-        evidence=_exits(now, at),
-        rejected=(_NO_HARDWARE,),
+        evidence=exits(now, at),
+        rejected=(NO_HARDWARE,),
     )
-
-
-def bad_checkpoints(case: Case) -> Iterator[Finding]:
-    """A committed checkpoint that does not verify is set aside; the one before it is used."""
-    for fact in case.evidence.bad_checkpoints:
-        bad = fact.checkpoint
-        yield Verdict(
-            key=f"checkpoint:{fact.seq}",
-            kind=Kind.CHECKPOINT_UNUSABLE,
-            scope=Scope.CHECKPOINT,
-            rule="does_not_verify",
-            because=f"the checkpoint of train_step {bad.train_step} does not verify: {bad.why}; nothing is deleted",
-            confidence=Confidence.HIGH,
-            quarantine=bad.train_step,
-            evidence=(fact.seq,),
-            rejected=(Rejected(alternative="any node", why="found by its hashes before a rank was started"),),
-        )
 
 
 def hangs(case: Case) -> Iterator[Finding]:
@@ -348,7 +311,7 @@ def hangs(case: Case) -> Iterator[Finding]:
         convicts=convicts,
         stops=True,
         evidence=(now.no_progress_seq,),
-        rejected=(_NO_HARDWARE,),
+        rejected=(NO_HARDWARE,),
     )
 
 
@@ -388,8 +351,3 @@ def ended_early(case: Case) -> Iterator[Finding]:
         stops=False,
         evidence=tuple(f.seq for f in now.exits),
     )
-
-
-def _exits(now: AttemptFacts, first: ExitFact) -> tuple[int, ...]:
-    """The primary exit's number first, then the followers'."""
-    return (first.seq, *(f.seq for f in now.exits if f.seq != first.seq))

@@ -10,6 +10,7 @@ from outlast.reliability.gpu_facts import key_of, standing
 from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.node_facts import GpuFact, KernelFact, NodeFacts, XidFact
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
+from outlast.reliability.rules_checkpoint import SPOILS, doubtful, tell_doubtful
 
 EXPORTER = "dcgm"
 """An exporter's gauge holds a code and no event: its change asks for a look and convicts nobody."""
@@ -155,13 +156,16 @@ def many(case: Case) -> int:
 
 def _hardware(case: Case, facts: NodeFacts, fact: XidFact, row: XidMeaning) -> Verdict:
     gpu = fact.xid.gpu
+    spoiled = doubtful(case.evidence, facts.node, fact.seq) if fact.xid.code in SPOILS else ()
     return Verdict(
         key=f"hardware:{facts.node}:{facts.joined_seq}",
         kind=Kind.HARDWARE_FAULT,
         scope=Scope.GPU if gpu else Scope.NODE,
         rule=row.class_ or "hardware_xid",
         because=f"XID {fact.xid.code} ({row.name}) on {'GPU ' + gpu if gpu else 'one GPU'} of {facts.node}; no other "
-        f"node shows it; the catalogue blames the {row.blames} and needs no second witness",
+        f"node shows it; the catalogue blames the {row.blames} and needs no second witness" + tell_doubtful(spoiled),
+        quarantine=spoiled[0] if spoiled else -1,
+        quarantine_too=spoiled[1:],
         confidence=Confidence.HIGH,
         node=facts.node,
         gpu=gpu,

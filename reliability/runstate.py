@@ -25,7 +25,7 @@ from outlast.reliability.events import (
     RunStarted,
     Seen,
 )
-from outlast.reliability.evidence import Evidence, fold, replaced
+from outlast.reliability.evidence import Evidence, fold, replaced, without_saves
 from outlast.reliability.model import JobId, Node, Noun
 
 FIRST = (m.Drain, m.Advise, m.Feed)
@@ -191,8 +191,10 @@ def _advance_judged(state: RunState, event: LogEvent, judged: Judged) -> RunStat
         changes["excluded"] = {**state.excluded, v.node: exclusion}
     if v.at_checkpoint and v.stops:
         changes |= {"at_checkpoint_from": state.evidence.durable_step, "at_checkpoint_s": event.at_s}
-    if v.quarantine >= 0 and v.quarantine not in state.quarantined:
-        changes["quarantined"] = (*state.quarantined, v.quarantine)
+    if v.quarantine >= 0:
+        bad = (v.quarantine, *v.quarantine_too)
+        changes["quarantined"] = tuple(dict.fromkeys((*state.quarantined, *bad)))
+        changes["evidence"] = without_saves(state.evidence, bad)
     return replaced(state, **changes)  # type: ignore[no-any-return]
 
 
@@ -234,7 +236,8 @@ def _advance_outcome(state: RunState, event: LogEvent, outcome: Outcome) -> RunS
         changes["feeders"] = (*state.feeders, feeder)
     if isinstance(act.action, m.RollBack) and outcome.ok:
         # it lies elsewhere now: a new one of the same train_step is another checkpoint
-        changes["quarantined"] = tuple(s for s in state.quarantined if s != act.action.quarantine)
+        moved = {act.action.quarantine, *act.action.too}
+        changes["quarantined"] = tuple(s for s in state.quarantined if s not in moved)
     return replaced(state, **changes)  # type: ignore[no-any-return]
 
 

@@ -170,8 +170,9 @@ def _tell_action(action: Action) -> str:  # noqa: C901 - one line a kind of a cl
             return f"grow back to {layout}: {why}"
         case m.Requeue(exclude=exclude, why=why):
             return f"requeue without {_nodes(exclude)}: {why}"
-        case m.RollBack(quarantine=step, why=why):
-            return f"roll back: checkpoint {step} is set aside: {why}"
+        case m.RollBack(quarantine=step, too=too, why=why):
+            which = f"checkpoint {step} is" if not too else f"checkpoints {', '.join(map(str, (step, *too)))} are"
+            return f"roll back: {which} set aside: {why}"
         case m.Hold(why=why):
             return f"hold and page: {why}"
         case m.Wait(until_s=until_s, why=why):
