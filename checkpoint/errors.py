@@ -29,6 +29,10 @@ class NotWhole(CheckpointError):
         super().__init__(f"checkpoint {path}: {shown}. Not restored; take an older one", path=path)
         self.problems = problems
 
+    def __reduce__(self) -> tuple[type[NotWhole], tuple[str, tuple[str, ...]]]:
+        """It travels between ranks."""
+        return type(self), (self.path, self.problems)
+
 
 class NotCommitted(NotWhole):
     """It has no commit marker: a save that something interrupted or that is under way, no fault of its files."""

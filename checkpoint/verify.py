@@ -135,7 +135,7 @@ def find_files(
 
 def _find_file(directory: Path, path: str, hash_fd: Callable[[int, str], str] | None) -> Found | None:
     try:
-        fd = _open_below(directory, path)
+        fd = open_below(directory, path)
     except OSError as e:
         if e.errno in GONE:
             return None
@@ -154,7 +154,31 @@ def _find_file(directory: Path, path: str, hash_fd: Callable[[int, str], str] | 
         os.close(fd)
 
 
-def _open_below(directory: Path, path: str) -> int:
+def read_content(directory: Path, path: str, limit_bytes: int) -> bytes:
+    """All of a small file, limit_bytes at most. Raises NotWhole (Unreadable)."""
+    try:
+        fd = open_below(directory, path)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise NotWhole(directory.name, (f"{path}: not a regular file (refused)",))
+            return file.read(limit_bytes)
+    except OSError as e:
+        if e.errno in GONE:
+            raise NotWhole(directory.name, (f"{path}: missing",)) from e
+        raise Unreadable(directory.name, (f"{path}: cannot be read ({e.strerror})",)) from e
+
+
+def list_plain(directory: Path) -> dict[str, FileEntry]:
+    """The regular files of a checkpoint that has no manifest, with their sizes; their hashes are not known."""
+    try:
+        entries = [entry for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False)]
+        sizes = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+    except OSError as e:
+        raise Unreadable(directory.name, (f"{e.filename or directory}: cannot be read ({e.strerror})",)) from e
+    return {name: FileEntry(size_bytes=size, xxh3_128="0" * 32) for name, size in sizes.items()}
+
+
+def open_below(directory: Path, path: str) -> int:
     """Open a file below the directory, following no link on the way (the directory's own name may be one)."""
     *parents, name = path.split("/")
     at = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

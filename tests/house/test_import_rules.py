@@ -42,6 +42,7 @@ MAY_IMPORT_ROOM = {"launchers": {"slurm", "checkpoint", "monitors"}}
 
 EXCEPTIONS = {
     ("outlast.checkpoint.store", "outlast.reliability.ports"): "it is the real half of the CheckpointStore port",
+    ("outlast.checkpoint.tiered", "outlast.reliability.ports"): "the same port, with nearer and farther tiers",
     ("outlast.checkpoint.errors", "outlast.reliability.ports"): "StoreError is a PortError to callers of the port",
     ("outlast.launchers.agent", "outlast.reliability.fence"): "an agent finds its supervisor's seat in epochs/",
     ("outlast.launchers.link", "outlast.reliability.fence"): "the link follows the highest epoch",
@@ -194,7 +195,9 @@ HEAVY = frozenset({"torch", "megatron", "numpy"})
 IN_RANKS = _ours(
     """
     checkpoint.writer checkpoint.reader checkpoint.megatron_plan checkpoint.image checkpoint.stager
+    checkpoint.copying checkpoint.drafting
     checkpoint.fingerprint checkpoint.placing checkpoint.live_prints checkpoint.raw_bits checkpoint.tensors
+    checkpoint.dcp_reader checkpoint.filling checkpoint.megatron_load
     checkpoint.comparing checkpoint.exporting launchers.megatron_cpu launchers.megatron_fixes
     launchers.trainer launchers.trainer_data launchers.trainer_model launchers.trainer_state launchers.trainer_world
     """
