@@ -86,6 +86,10 @@ class Link:
             return _read_all(self._in_fd)
         return None
 
+    def wait_for(self, fd: int, timeout_s: float) -> bool:
+        """Whether fd is readable; False when the parent is gone and it is not, or the time is over."""
+        return fd in _wait_any((fd, self._parent), timeout_s)
+
     def watch(self, outlive_s: float) -> None:
         """From now on end this process when the guardian dies, or outlive_s after the parent has."""
 

@@ -1,13 +1,14 @@
 """The writer process: it moves bytes from staging memory to stable storage, and on rank 0 commits.
 
     rank --job--> its writer: write, hash, fsync own files --.written-RANK--> rank 0's writer: index, manifest, marker
+         --so many bytes more are copied-->
 
-Started once, before training, it serves one save after the other. It imports no torch, so it is small and there at
-once, and no lock of the trainer's is in its way. It survives its rank: when all ranks have copied, the save becomes
-durable whoever of them dies. That is bounded: it ends `outlive_s` after its rank, at once with its rank's parent
-(the agent's process tree), and idle as soon as its rank is gone.
+Started once, before training, it serves one save after the other, and writes while its rank still copies. It imports
+no torch, so it is small and there at once, and no lock of the trainer's is in its way. It survives its rank: when all
+ranks have copied, the save becomes durable whoever of them dies. That is bounded: it ends `outlive_s` after its rank,
+at once with its rank's parent (the agent's process tree), and idle as soon as its rank is gone.
 
-Run as `python -m outlast.checkpoint.engine STAGING_FD OUTLIVE_S LINK_FD ...`, by writer.py.
+Run as `python -m outlast.checkpoint.engine STAGING_FD ARRIVALS_FD OUTLIVE_S LINK_FD ...`, by stager.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import mmap
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -23,53 +25,88 @@ from typing import Final
 import msgspec
 
 from outlast.checkpoint.background import Link, Stage, ignore_signals, put_in_words
-from outlast.checkpoint.blocks import round_up, write_blocks
+from outlast.checkpoint.blocks import Need, need_nothing, round_up, write_blocks
 from outlast.checkpoint.commit import Reach, commit, pass_by, write_bytes, write_tracker
 from outlast.checkpoint.errors import CheckpointError
-from outlast.checkpoint.job import Region, Report, SaveJob, name_report
+from outlast.checkpoint.job import Region, Report, Room, SaveJob, name_report
 from outlast.checkpoint.manifest import FileEntry
 from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.points import read_kill_point
 from outlast.checkpoint.store import Store
 
-LOOK_S: Final = 0.004
+LOOK_S: Final = 0.002
 LOOK_MAX_S: Final = 0.25
+LOOK_SHARE: Final = 0.02
+"""Of the time that has been waited: looks are frequent where they matter, and few where many ranks are late."""
+NICE: Final = 10
+"""A tenth of a core's time beside a trainer that wants all of it: never so little that a save does not end."""
+POPULATE_READ: Final = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14
 
 
-def serve(link: Link, staging_fd: int, *, reach: Reach, outlive_s: float) -> None:
+def serve(link: Link, staging_fd: int, arrivals_fd: int, *, reach: Reach, outlive_s: float) -> None:
     """Do one job after the other until the rank is gone."""
     link.watch(outlive_s)
+    memory = _Memory(staging_fd)
     while (raw := link.wait_next()) is not None:
         try:
-            _save(link, staging_fd, msgspec.json.decode(raw, type=SaveJob), reach)
+            job = msgspec.json.decode(raw, type=SaveJob | Room)
+            image = memory.view(job.image_bytes)
+            if isinstance(job, Room):
+                link.report(Stage.HALFWAY)
+            else:
+                _save(link, image, job, reach, _Arrivals(link, arrivals_fd, job).need)
         except Exception as e:  # noqa: BLE001 -- whatever it is, the rank is told, and ends this process
             link.report(Stage.FAILED, put_in_words(e))
 
 
-def _save(link: Link, staging_fd: int, job: SaveJob, reach: Reach) -> None:
+class _Memory:
+    """The staging memory as this process sees it: mapped once, and anew when it has grown."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._mapped: mmap.mmap | None = None
+
+    def view(self, size_bytes: int) -> memoryview:
+        if self._mapped is None or len(self._mapped) < round_up(size_bytes):
+            self._mapped = mmap.mmap(self._fd, os.fstat(self._fd).st_size, prot=mmap.PROT_READ)
+            with suppress(OSError):  # an older kernel: the first write faults them in, slowly
+                self._mapped.madvise(POPULATE_READ)
+        return memoryview(self._mapped)
+
+
+class _Arrivals:
+    """How much of the image has been copied by the rank."""
+
+    def __init__(self, link: Link, fd: int, job: SaveJob) -> None:
+        self._link, self._fd = link, fd
+        self._timeout_s, self._deadline_s = job.timeout_s, time.monotonic() + job.timeout_s
+        self._there_bytes = 0
+
+    def need(self, end_bytes: int) -> None:
+        """Returns when the image is there up to end_bytes."""
+        while self._there_bytes < end_bytes:
+            if not self._link.wait_for(self._fd, max(0.0, self._deadline_s - time.monotonic())):
+                raise CheckpointError(
+                    f"the state was not copied within {self._timeout_s:.1f} s, or its rank has ended; not committed"
+                )
+            self._there_bytes += os.eventfd_read(self._fd)
+
+
+def _save(link: Link, image: memoryview, job: SaveJob, reach: Reach, need: Need = need_nothing) -> None:
     ops, directory = RealOps(), Path(job.directory)
     deadline_s = time.monotonic() + job.timeout_s
-    mapped = mmap.mmap(staging_fd, round_up(max(job.image_bytes, 1)), prot=mmap.PROT_READ)
-    with mapped, memoryview(mapped) as image:
-        reach("write.begin")
-        ops.make_dir(directory)  # there already; on network file systems this also makes it visible to this node
-        itself = _identify(directory)
-        files = dict(job.written)
-        for n, region in enumerate(job.shards):
-            with _cut(image, region) as part:
-                # drills stop at the points of the first one
-                files[region.name] = write_blocks(
-                    ops, directory / region.name, part, region.size_bytes, reach if n == 0 else pass_by
-                )
-        ops.sync_dir(directory)
-        reach("write.done")
-        if job.rank != 0:
-            _leave_report(directory, job, files)
-            link.report(Stage.HALFWAY)
-            return
+    reach("write.begin")
+    ops.make_dir(directory)  # there already; on network file systems this also makes it visible to this node
+    itself = _identify(directory)
+    files = _write_shards(ops, directory, image, job, reach, need)
+    reach("write.done")
+    if job.rank != 0:
+        _leave_report(directory, job, files)
         link.report(Stage.HALFWAY)
-        files.update(_collect_reports(directory, job, deadline_s))
-        _commit(ops, directory, job, files, image, itself, reach)
+        return
+    link.report(Stage.HALFWAY)
+    files.update(_collect_reports(directory, job, deadline_s))
+    _commit(ops, directory, job, files, image, itself, reach)
     durable_s = time.monotonic() - job.began_s
     # after the commit nothing may fail the save: what is left undone, the next save or the supervisor does
     assert job.manifest is not None, "rank 0 has it"
@@ -82,8 +119,24 @@ def _save(link: Link, staging_fd: int, job: SaveJob, reach: Reach) -> None:
             Store(job.root).prune(job.keep_last, keep=job.keep)
 
 
-def _cut(image: memoryview, region: Region) -> memoryview:
-    return image[region.at_bytes : region.at_bytes + round_up(region.size_bytes)]
+def _write_shards(
+    ops: RealOps, directory: Path, image: memoryview, job: SaveJob, reach: Reach, need: Need
+) -> dict[str, FileEntry]:
+    """This rank's files, each durable, and their names. Returns only when all of the image was copied."""
+    files = dict(job.written)
+    for n, region in enumerate(job.shards):
+        end_bytes = region.at_bytes + round_up(region.size_bytes)
+        files[region.name] = write_blocks(
+            ops,
+            directory / region.name,
+            image[region.at_bytes : end_bytes],
+            region.size_bytes,
+            reach if n == 0 else pass_by,  # drills stop at the points of the first one
+            lambda size_bytes, begin=region.at_bytes: need(begin + size_bytes),  # type: ignore[misc]
+        )
+    need(job.image_bytes)
+    ops.sync_dir(directory)
+    return files
 
 
 def _identify(directory: Path) -> tuple[int, int]:
@@ -104,7 +157,7 @@ def _collect_reports(directory: Path, job: SaveJob, deadline_s: float) -> dict[s
     """All other ranks' files, as their writers wrote them; the reports are gone then."""
     files: dict[str, FileEntry] = {}
     missing = set(range(1, job.world_size))
-    pause_s = LOOK_S
+    began_s = time.monotonic()
     while missing:
         arrived = {rank for rank in missing if _take_report(directory / name_report(rank), job, files)}
         missing -= arrived
@@ -114,8 +167,7 @@ def _collect_reports(directory: Path, job: SaveJob, deadline_s: float) -> dict[s
             raise CheckpointError(
                 f"the writers of ranks {_shorten(missing)} did not finish within {job.timeout_s:.1f} s; not committed"
             )
-        pause_s = LOOK_S if arrived else min(LOOK_MAX_S, pause_s * 1.1)
-        time.sleep(pause_s)
+        time.sleep(min(LOOK_MAX_S, LOOK_S + LOOK_SHARE * (time.monotonic() - began_s)))
     return files
 
 
@@ -147,9 +199,13 @@ def _commit(
 ) -> None:
     assert job.manifest is not None, "rank 0 has it"
     reach("commit.begin")
-    for region in job.index:
-        content = bytes(image[region.at_bytes : region.at_bytes + region.size_bytes])
-        files[region.name] = write_bytes(ops, directory / region.name, content)
+    with ThreadPoolExecutor(max(1, len(job.index))) as pool:  # small, and each waits for the disk
+
+        def write(region: Region) -> FileEntry:
+            content = bytes(image[region.at_bytes : region.at_bytes + region.size_bytes])
+            return write_bytes(ops, directory / region.name, content)
+
+        files.update(zip([region.name for region in job.index], pool.map(write, job.index), strict=True))
     reach("commit.index")
     if _identify(directory) != itself:
         raise CheckpointError(
@@ -159,10 +215,19 @@ def _commit(
     commit(ops, directory, manifest, reach)
 
 
+def _stand_back() -> None:
+    """Training goes first wherever a core is short: hashing and writing wait for the disk most of the time anyway."""
+    with suppress(OSError):
+        os.nice(NICE)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def main() -> int:
     ignore_signals()
-    staging_fd, outlive_s = int(sys.argv[1]), float(sys.argv[2])
-    serve(Link(*map(int, sys.argv[3:])), staging_fd, reach=read_kill_point(), outlive_s=outlive_s)
+    _stand_back()
+    staging_fd, arrivals_fd, outlive_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    link = Link(*map(int, sys.argv[4:]))
+    serve(link, staging_fd, arrivals_fd, reach=read_kill_point(), outlive_s=outlive_s)
     return 0
 
 

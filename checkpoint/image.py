@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import mmap
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,62 +148,6 @@ def lay_out(share: Share, framer: Framer) -> Image:
     if share.common is not None:
         image.add(COMMON, len(share.common), [Piece(0, share.common)])
     return image
-
-
-class Copier:
-    """Copies images into one mapping of staging memory."""
-
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self.mapped = mapped
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._view = memoryview(mapped)
-        self._registered = False
-
-    def copy(self, image: Image) -> None:
-        for pieces in image.pieces:
-            for piece in pieces:
-                self.put(piece)
-
-    def put(self, piece: Piece) -> None:
-        if not isinstance(piece.data, torch.Tensor):
-            self._view[piece.at_bytes : piece.at_bytes + len(piece.data)] = piece.data
-            return
-        tensor = piece.data
-        if tensor.is_cuda:
-            self._register()
-        place = self._bytes[piece.at_bytes : piece.at_bytes + tensor.numel() * tensor.element_size()]
-        if tensor.numel():
-            place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-    def _register(self) -> None:
-        """Pin the memory, so that a GPU writes into it at full speed. Never tried but on the first CUDA tensor."""
-        if not self._registered:
-            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
-            self._registered = True
-
-
-class Copying:
-    """A copy that runs beside the forward and backward passes."""
-
-    def __init__(self, copier: Copier, image: Image) -> None:
-        self.error: Exception | None = None
-
-        def run() -> None:
-            try:
-                copier.copy(image)
-            except Exception as e:  # noqa: BLE001 -- told where it is waited for
-                self.error = e
-
-        self._thread = threading.Thread(target=run, name="stage", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def wait(self) -> None:
-        self.join()
-        if self.error is not None:
-            raise self.error
 
 
 def write_now(ops: Ops, directory: Path, image: Image) -> dict[str, FileEntry]:

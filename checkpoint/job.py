@@ -24,7 +24,13 @@ class Region(Noun, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class SaveJob(Noun, frozen=True, kw_only=True):
+class Room(Noun, frozen=True, kw_only=True, tag="room"):
+    """Map that much of the staging memory, before a save needs it."""
+
+    image_bytes: int
+
+
+class SaveJob(Noun, frozen=True, kw_only=True, tag="save"):
     """One rank's part of one save, and on rank 0 the commit. Times are CLOCK_MONOTONIC's, one clock a machine."""
 
     save_id: str
@@ -34,6 +40,7 @@ class SaveJob(Noun, frozen=True, kw_only=True):
     root: str
     directory: str
     image_bytes: int
+    """Of the staging memory; they are copied from its beginning to its end, while this is being done."""
     shards: tuple[Region, ...]
     written: dict[str, FileEntry] = msgspec.field(default_factory=dict)
     """Files that the rank has written and synced itself: its state did not fit into the staging memory."""

@@ -5,15 +5,16 @@ process (seconds a rank to start, and the waits on it never look whether the wri
 `common.pt` in the middle of the collectives, where a full disk on one rank leaves the others waiting. Here planning
 is Megatron's (save_preprocess, the even distribution of replicas, planner, shard index) and touches no file.
 
-A state that looks like the last one on every rank (names, shapes, cuts, replicas) is not planned again: that costs
-one small sum. Replicated shards are written once, by the rank that has least to write so far (by bytes, over all
-ranks), as Megatron distributes them.
+A state that looks like the last one on every rank (names, shapes, cuts, replicas) is filled into the plan of that:
+whether it does on all ranks, drafting.py asks them. Replicated shards are written once, by the rank that has least to
+write so far (by bytes, over all ranks), as Megatron distributes them.
 
 Pinned to megatron-core 0.16: the names below are not its public interface.
 """
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import pickle
@@ -24,7 +25,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig  # type: ignore[import-untyped]
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # type: ignore[import-untyped]
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values  # type: ignore[import-untyped]
 from megatron.core.dist_checkpointing.exchange_utils import (  # type: ignore[import-untyped]
     determine_main_replica_uniform_distribution,
 )
@@ -50,8 +51,6 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-
-from outlast.checkpoint.errors import CheckpointError
 
 INDEX: Final = ".metadata"
 BACKEND: Final = "torch_dist"
@@ -92,58 +91,62 @@ class Share:
     """common.pt; rank 0 alone has it."""
 
 
-def plan_save(
-    state: dict[str, Any],
-    directory: Path,
-    group: dist.ProcessGroup,
-    content_metadata: dict[str, Any] | None,
-    last: Planned | None,
-    refused: str = "",
-) -> Share:
-    """Collective; touches no file. `state` is changed as Megatron's save does. last: what the save before planned.
+@dataclass(frozen=True)
+class Prepared:
+    """A state as Megatron's save sees it, not yet shared out."""
 
-    refused: why there can be no save, told by the rank that knows; raises CheckpointError with it on all ranks.
-    """
+    sharded: dict[str, Any]
+    common: dict[str, Any]
+    looks: tuple[Any, ...]
+
+
+def prepare_state(state: dict[str, Any], content_metadata: dict[str, Any] | None) -> Prepared:
+    """Not collective; `state` is changed as Megatron's save does."""
     if content_metadata is not None:
         state[_CONTENT_METADATA_KEY] = _clean_metadata_for_serialization(content_metadata)
     sharded, common = save_preprocess(state, False, None)
-    looks = _look_at(sharded)
-    changed, failed = add_up(group, last is None or last.looks != looks, bool(refused))
-    if failed:
-        said: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(said, refused, group=group)
-        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text))
-    distribution = last.distribution if last is not None else None
-    if changed:
-        validate_sharding_integrity(determine_global_metadata(sharded)[1], common_state_dict=common)
-        distribution = determine_main_replica_uniform_distribution(sharded, group)
+    return Prepared(sharded, common, _look_at(sharded))
+
+
+def fill_plan(prepared: Prepared, planned: Planned, group: dist.ProcessGroup) -> Share:
+    """This state in a plan that was made for its looks. Not collective, and leaves `prepared` as it is."""
+    planner = _make_planner()
+    planner.set_up_planner(_share_out(prepared, planned.distribution, group), is_coordinator=dist.get_rank() == 0)
+    return _resolve(prepared, planned, planner)
+
+
+def plan_anew(prepared: Prepared, directory: Path, group: dist.ProcessGroup) -> Share:
+    """Collective; touches no file."""
+    validate_sharding_integrity(determine_global_metadata(prepared.sharded)[1], common_state_dict=prepared.common)
+    distribution = determine_main_replica_uniform_distribution(prepared.sharded, group)
+    planner = _make_planner()
+    writer = _Planner(str(directory), thread_count=1)
+    flat = _share_out(prepared, distribution, group)
+    made, *_ = save_state_dict_async_plan(flat, writer, group, 0, planner=planner)
+    index = made[1] if dist.get_rank() == 0 else None
+    planned = Planned(prepared.looks, distribution, writer.file_name, writer.items, index)
+    return _resolve(prepared, planned, planner)
+
+
+def _make_planner() -> MCoreSavePlanner:
+    return MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+
+
+def _share_out(prepared: Prepared, distribution: Any, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What is written by this rank, as PyTorch's planner wants it."""
+    sharded = dict_list_map_outplace(copy.copy, prepared.sharded)  # the replicas' numbers are changed
     distribute_main_replicas_with_precomputed_distribution(sharded, group, distribution)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    flat = mcore_to_pyt_state_dict(flat, False)
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    if changed or last is None:
-        last = _plan_anew(flat, planner, directory, group, looks, distribution)
-    else:
-        planner.set_up_planner(flat, is_coordinator=dist.get_rank() == 0)
+    shared: dict[str, Any] = mcore_to_pyt_state_dict(flat, False)
+    return shared
+
+
+def _resolve(prepared: Prepared, planned: Planned, planner: SavePlanner) -> Share:
     return Share(
-        planned=last,
-        data=[planner.resolve_data(item) for item in last.items],
-        common=_pickle_common(common) if dist.get_rank() == 0 else None,
+        planned=planned,
+        data=[planner.resolve_data(item) for item in planned.items],
+        common=_pickle_common(prepared.common) if dist.get_rank() == 0 else None,
     )
-
-
-def _plan_anew(
-    flat: dict[str, Any],
-    planner: MCoreSavePlanner,
-    directory: Path,
-    group: dist.ProcessGroup,
-    looks: tuple[Any, ...],
-    distribution: Any,
-) -> Planned:
-    writer = _Planner(str(directory), thread_count=1)
-    planned, *_ = save_state_dict_async_plan(flat, writer, group, 0, planner=planner)
-    index = planned[1] if dist.get_rank() == 0 else None
-    return Planned(looks, distribution, writer.file_name, writer.items, index)
 
 
 def add_up(group: dist.ProcessGroup, *flags: bool) -> tuple[int, ...]:

@@ -1,63 +1,41 @@
-"""In a rank: lay a share out, copy it into staging memory, and keep the process that writes it from there.
+"""In a rank: lay a share out, make room for it in staging memory, and keep the process that writes it from there.
 
 `Stager` owns the memory and remembers layouts: a state that lies as the last one did needs no exchange of places, and
-rank 0 makes no new index. `WriterProcess` owns the process. When to save, and what the ranks agree on, is writer.py's.
+rank 0 makes no new index. `WriterProcess` owns the process. What the ranks agree on is drafting.py's.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from outlast.checkpoint.background import Background, Link, Stage
+from outlast.checkpoint.background import NONE, Background, Link, Stage
 from outlast.checkpoint.blocks import round_up
 from outlast.checkpoint.commit import Reach
+from outlast.checkpoint.copying import Copier
 from outlast.checkpoint.engine import serve
-from outlast.checkpoint.image import Copier, Copying, Framer, Image, Piece, lay_out, write_now
-from outlast.checkpoint.job import Region
-from outlast.checkpoint.manifest import FileEntry
-from outlast.checkpoint.megatron_plan import INDEX, Share, add_up, encode_format, pickle_index
-from outlast.checkpoint.ops import RealOps
+from outlast.checkpoint.image import Framer, Image, Piece, lay_out
+from outlast.checkpoint.job import Region, Room, SaveJob
+from outlast.checkpoint.megatron_plan import INDEX, Share, encode_format, pickle_index
 from outlast.checkpoint.staging import Staging
 
 FORMAT: Final = "metadata.json"
 ROOM_FOR_CHANGES: Final = 64 << 10
 """Objects (generator states, counters) may grow by a few bytes: no new mapping for that."""
-
-
-@dataclass
-class Ready:
-    """A share that is being copied, or was: what its writer needs to know of it."""
-
-    image_bytes: int = 0
-    shards: tuple[Region, ...] = ()
-    index: tuple[Region, ...] = ()
-    written: dict[str, FileEntry] = field(default_factory=dict)
-    copying: Copying | None = None
-    error: Exception | None = None
-
-    def wait(self) -> None:
-        """Until the live state is not needed any more. Raises what went wrong."""
-        if self.copying is not None:
-            self.copying.wait()
-        if self.error is not None:
-            raise self.error
-
-    def drop(self) -> None:
-        """Wait, and care for nothing."""
-        if self.copying is not None:
-            self.copying.join()
+ROOM_S: Final = 30.0
+"""For a process to start and to map the staging memory."""
+PAUSE_S: Final = 0.005
 
 
 class Stager:
-    """One rank's staging memory, and the layouts that were agreed on."""
+    """One rank's staging memory, and where everything lay in the last save."""
 
     def __init__(self, group: dist.ProcessGroup, *, limit_bytes: int | None) -> None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
@@ -74,50 +52,13 @@ class Stager:
     def staging_fd(self) -> int:
         return self._staging.fd
 
-    def prepare(self, share: Share) -> int:
-        """Make the memory and the index for such a share, if it fits. Collective."""
-        image = lay_out(share, self._framer)
-        self._exchange(share, image)
-        self._add_index(image)
-        if not self._staging.why_not(image.size_bytes):
-            self._map(image.size_bytes)
-        return image.size_bytes
-
-    def stage(self, share: Share, directory: Path, *, syncs: bool, overlap: bool) -> tuple[str, Ready | None]:
-        """Begin to copy a share, or write it at once where it does not fit. Collective.
-
-        Why it did not fit ('' where it did), and what is ready; None where it is not to be saved then.
-        """
+    def lay_out(self, share: Share) -> tuple[Image, bool, str]:
+        """Where everything lies; whether that is elsewhere than last time; why it does not fit ('' where it does)."""
         image = lay_out(share, self._framer)
         short = self._staging.why_not(image.size_bytes + len(self._index) + ROOM_FOR_CHANGES)
-        moved, short_ranks = add_up(self._group, self._places != image.results, bool(short))
-        if short_ranks and not syncs:
-            return short or f"does not fit on {short_ranks} other ranks", None
-        if moved:
-            self._exchange(share, image)
-        shards = tuple(image.regions)
-        try:
-            if short:
-                written = write_now(RealOps(), directory, image)
-                image = Image()
-                index = self._add_index(image)
-                ready = Ready(written=written, index=index)
-            else:
-                ready = Ready(shards=shards, index=self._add_index(image))
-            ready.image_bytes = image.size_bytes
-            copier = self._map(image.size_bytes)
-            ready.copying = Copying(copier, image) if overlap else None
-            if not overlap:
-                copier.copy(image)
-        except (OSError, RuntimeError) as e:
-            return short, Ready(error=e)
-        return short, ready
+        return image, self._places != image.results, short
 
-    def close(self) -> None:
-        self._copier = None
-        self._staging.close()
-
-    def _exchange(self, share: Share, image: Image) -> None:
+    def exchange(self, share: Share, image: Image) -> None:
         """Rank 0 learns where everything lies. Collective."""
         first = dist.get_rank() == 0
         gathered: list[list[WriteResult]] | None = [[]] * dist.get_world_size(self._group) if first else None
@@ -127,17 +68,23 @@ class Stager:
             self._index = pickle_index(share.planned.index, [result for one in gathered for result in one])
         self._places = image.results
 
-    def _add_index(self, image: Image) -> tuple[Region, ...]:
+    def add_index(self, image: Image) -> tuple[Region, ...]:
+        """On rank 0, what is written after all shards."""
         if not self._index:
             return ()
         contents = ((INDEX, self._index), (FORMAT, encode_format()))
         return tuple(image.add(name, len(content), [Piece(0, content)]) for name, content in contents)
 
-    def _map(self, size_bytes: int) -> Copier:
+    def make_room(self, size_bytes: int) -> Copier:
+        """Staging memory for an image of this size. OSError where the kernel refuses."""
         if self._copier is None or size_bytes > self._staging.size_bytes:
             self._copier = None  # it holds the old mapping
             self._copier = Copier(self._staging.grow(round_up(size_bytes + ROOM_FOR_CHANGES)))
         return self._copier
+
+    def close(self) -> None:
+        self._copier = None
+        self._staging.close()
 
 
 class WriterProcess:
@@ -147,6 +94,9 @@ class WriterProcess:
         """reach: a drill's own, which only a fork can take along."""
         self._staging_fd, self._outlive_s, self._reach = staging_fd, outlive_s, reach
         self._process: Background | None = None
+        self._arrivals_fd = NONE
+        """An eventfd that counts the bytes of the image that have been copied: one for each process, so that what was
+        copied for one that is gone is not counted by the next."""
         self.start()
 
     def start(self) -> None:
@@ -154,26 +104,41 @@ class WriterProcess:
         if self._process is not None and not self._process.is_gone():
             return
         self.end()
+        self._arrivals_fd = os.eventfd(0)
         if self._reach is not None:
             self._process = Background(self._serve, name="ckpt", outlives=True)
         else:
-            argv = [sys.executable, "-P", "-m", "outlast.checkpoint.engine", str(self._staging_fd)]
-            self._process = Background(
-                name="ckpt", argv=[*argv, str(self._outlive_s)], pass_fds=[self._staging_fd], outlives=True
-            )
+            fds = (self._staging_fd, self._arrivals_fd)
+            argv = [sys.executable, "-P", "-m", "outlast.checkpoint.engine", *map(str, fds), str(self._outlive_s)]
+            self._process = Background(name="ckpt", argv=argv, pass_fds=fds, outlives=True)
 
     def _serve(self, link: Link) -> None:
         assert self._reach is not None
-        _close_all_but(*link.fds, self._staging_fd)
-        serve(link, self._staging_fd, reach=self._reach, outlive_s=self._outlive_s)
+        _close_all_but(*link.fds, self._staging_fd, self._arrivals_fd)
+        serve(link, self._staging_fd, self._arrivals_fd, reach=self._reach, outlive_s=self._outlive_s)
 
     @property
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
-    def hand(self, job: bytes) -> None:
+    def hand(self, job: SaveJob | Room) -> None:
+        """It begins at once, and goes on as far as is announced."""
         assert self._process is not None, "it was started"
-        self._process.answer(job)
+        self._process.answer(msgspec.json.encode(job))
+
+    def make_room(self, room: Room) -> None:
+        """Before training: a process that has the memory mapped is as quick at the first save as later."""
+        self.hand(room)
+        deadline_s = time.monotonic() + ROOM_S
+        while self.look()[0] is Stage.WORKING and time.monotonic() < deadline_s:
+            time.sleep(PAUSE_S)
+        if self.look()[0] is not Stage.HALFWAY:  # another job in the place of one that was not read would be lost
+            self.end()
+            self.start()
+
+    def announce(self, more_bytes: int) -> None:
+        """So many bytes more of the image are there. Never blocks."""
+        os.eventfd_write(self._arrivals_fd, more_bytes)
 
     def look(self) -> tuple[Stage, str]:
         """How far it is, and for FAILED why."""
@@ -196,6 +161,8 @@ class WriterProcess:
         if self._process is not None:
             self._process.end()
             self._process = None
+            os.close(self._arrivals_fd)
+            self._arrivals_fd = NONE
 
 
 def _close_all_but(*fds: int) -> None:

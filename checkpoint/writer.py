@@ -1,13 +1,13 @@
 """Saving: a state dict of all ranks becomes a committed checkpoint while training goes on.
 
     every rank   save() -- plan together, copy into staging memory -- train on -- poll() -- poll() -> train_step
-    its writer process                   write, hash, fsync own files ......|
+    its writer process            write and hash what is copied, fsync own files ...|
     rank 0's writer process                                wait for all, then .metadata, manifest.json, COMMITTED
 
 The train loop is held for one copy of the state into reused memory (staging.py), and with overlap=True for less. All
 else is done by a writer process for each rank (engine.py) that was started before, holds no lock of the trainer's and
-survives it: once all ranks have copied, the save becomes durable whoever of them dies. Files are what Megatron's
-`torch_dist` writes, and load without us.
+survives it: it writes while the copy goes on, and once all ranks have copied, the save becomes durable whoever of them
+dies. Files are what Megatron's `torch_dist` writes, and load without us.
 
 Ranks agree about a save by small sums (gloo), so that all of them see it durable, failed or late in the same poll().
 A rank that dies takes its connections along, and the others' next agreement raises: that is the attempt's end, not
@@ -25,18 +25,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import torch.distributed as dist
 
 from outlast import __version__
 from outlast.checkpoint.background import Stage
 from outlast.checkpoint.commit import Reach
+from outlast.checkpoint.copying import Copying
+from outlast.checkpoint.drafting import Draft, Drafter
 from outlast.checkpoint.errors import CheckpointError, SaveFailed, StoreError
-from outlast.checkpoint.job import SaveJob
-from outlast.checkpoint.manifest import SCHEMA, DataFrontier, Identity, Manifest
-from outlast.checkpoint.megatron_plan import Planned, add_up, plan_save
+from outlast.checkpoint.image import Image, write_now
+from outlast.checkpoint.job import Room, SaveJob
+from outlast.checkpoint.manifest import SCHEMA, DataFrontier, FileEntry, Identity, Manifest
+from outlast.checkpoint.megatron_plan import add_up
+from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.points import read_kill_point
-from outlast.checkpoint.stager import Ready, Stager, WriterProcess
+from outlast.checkpoint.stager import Stager, WriterProcess
 from outlast.checkpoint.staging import Budget, Counts
 from outlast.checkpoint.store import Store
 from outlast.reliability.model import Layout
@@ -57,8 +60,8 @@ class _Flight:
     deadline_s: float
     hold_s: float = 0.0
     error: str = ""
-    copying: Ready | None = None
-    """Set while the state is still being copied, or was and has not been handed over."""
+    copying: Copying | None = None
+    """Set until the caller has been told that the state may change."""
     manifest: Manifest | None = None
 
 
@@ -106,7 +109,7 @@ class Saver:
         self._stager = Stager(self._group, limit_bytes=self._budget.limit_bytes)
         self._writer = WriterProcess(self._stager.staging_fd, outlive_s=self._budget.outlive_s, reach=reach)
         self._session = _agree_on_session(self._group)
-        self._planned: Planned | None = None
+        self._drafter = Drafter(self._group, self._stager)
         self._flight: _Flight | None = None
         self._last_failure = ""
         self.counts = Counts()
@@ -159,8 +162,6 @@ class Saver:
         self.counts.begun += 1
         if self._begin(flight, sharded_state_dict, content_metadata, overlap):
             self._flight = flight
-            if not overlap:
-                self._hand_over(flight)
         flight.hold_s = time.monotonic() - began_s
         return flight.hold_s
 
@@ -169,7 +170,7 @@ class Saver:
         began_s = time.monotonic()
         held_s = 0.0
         if self._flight is not None and self._flight.copying is not None:
-            self._hand_over(self._flight)
+            self._end_copy(self._flight)
             held_s = time.monotonic() - began_s
             self._flight.hold_s += held_s
         return held_s
@@ -179,9 +180,12 @@ class Saver:
 
         Without it the first save does so, and holds the loop meanwhile.
         """
-        share = plan_save(sharded_state_dict, self._root, self._group, None, self._planned)
-        self._planned = share.planned
-        return self._stager.prepare(share)
+        draft = self._drafter.draft(sharded_state_dict, self._root, None)
+        if not draft.short:
+            self._stager.add_index(draft.image)
+            self._stager.make_room(draft.image.size_bytes)
+            self._writer.make_room(Room(image_bytes=draft.image.size_bytes))
+        return draft.image.size_bytes
 
     @property
     def in_flight(self) -> int | None:
@@ -235,24 +239,23 @@ class Saver:
         self._writer.start()  # it is there, unless the last one was ended
         refused = self._make_room(flight) if self._rank == 0 else ""
         try:
-            share = plan_save(state, flight.directory, self._group, content_metadata, self._planned, refused)
+            draft = self._drafter.draft(state, flight.directory, content_metadata, refused)
         except CheckpointError as e:
             self._fail(flight, str(e))
             return False
-        self._planned = share.planned
         self._reach("save.planned")
-        short, ready = self._stager.stage(
-            share, flight.directory, syncs=self._budget.when_short == "sync", overlap=overlap
-        )
-        if ready is None:
-            self._count_skip(short)
-            log.error("checkpoint %s: skipped: %s", flight.directory.name, short)
+        if draft.short_ranks and self._budget.when_short == "skip":
+            self._count_skip(draft.short or f"does not fit on {draft.short_ranks} other ranks")
+            log.error("checkpoint %s: skipped: %s", flight.directory.name, self.counts.why)
             return False
-        if short:
+        if draft.short:
             self.counts.synchronous += 1
-            self.counts.why = short
-            log.warning("checkpoint %s: written at once: %s", flight.directory.name, short)
-        flight.copying = ready
+            self.counts.why = draft.short
+            log.warning("checkpoint %s: written at once: %s", flight.directory.name, draft.short)
+        try:
+            self._hand_over(flight, draft, overlap)
+        except (OSError, RuntimeError) as e:
+            flight.error = f"{type(e).__name__}: {e}"  # all ranks learn it in poll()
         return True
 
     def _make_room(self, flight: _Flight) -> str:
@@ -267,35 +270,43 @@ class Saver:
             log.warning("%s was there already; moved to %s", flight.directory, moved)
         return ""
 
-    def _hand_over(self, flight: _Flight) -> None:
-        """The copy is whole: the rest is the writer's. What fails here, all ranks learn in poll()."""
-        ready, flight.copying = flight.copying, None
-        assert ready is not None, "it was begun"
-        try:
-            ready.wait()
-        except (OSError, RuntimeError) as e:
-            flight.error = f"{type(e).__name__}: {e}"
-            return
-        self._reach("save.copied")
+    def _hand_over(self, flight: _Flight, draft: Draft, overlap: bool) -> None:
+        """The writer process begins, and so does the copy that it follows."""
+        image, written = draft.image, dict[str, FileEntry]()
+        if draft.short:
+            image, written = Image(), write_now(RealOps(), flight.directory, image)
+        shards = tuple(image.regions)
         job = SaveJob(
             save_id=f"{self._session}-{self.counts.begun}",
             rank=self._rank,
             world_size=self._world_size,
             root=str(self._root),
             directory=str(flight.directory),
-            image_bytes=ready.image_bytes,
-            shards=ready.shards,
-            written=ready.written,
-            index=ready.index,
+            shards=shards,
+            written=written,
+            index=self._stager.add_index(image),
+            image_bytes=image.size_bytes,
             manifest=flight.manifest if self._rank == 0 else None,
             began_s=flight.began_s,
             timeout_s=self._timeout_s,
             keep_last=self._keep_last,
             keep=self._keep,
         )
-        self._writer.hand(msgspec.json.encode(job))
+        flight.copying = Copying(self._stager.make_room(image.size_bytes), image, self._writer.announce, self._reach)
+        self._writer.hand(job)
+        if overlap:
+            flight.copying.start()
+        else:
+            flight.copying.run()
+            self._end_copy(flight)
+
+    def _end_copy(self, flight: _Flight) -> None:
+        """The live state is not needed any more. What has failed, all ranks learn in poll()."""
+        copying, flight.copying = flight.copying, None
+        assert copying is not None, "it was begun"
+        copying.wait()
+        flight.error = copying.error
         flight.deadline_s = time.monotonic() + self._timeout_s
-        self._reach("save.handed_over")
 
     def _advance(self, *, give_up: bool) -> int | None:
         flight = self._flight

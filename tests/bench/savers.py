@@ -249,8 +249,8 @@ class Ours(Method):
         self.saver.prepare(as_sharded(state))
 
     def _note(self, train_step: int, hold_s: float, durable_s: float) -> None:
-        # rank 0's writer has the time of the commit; the others saw it in a poll
-        self.durable_at_s = self.began_s + durable_s if dist.get_rank() == 0 else time.monotonic()
+        # rank 0's writer has the time of the commit; the others only saw it in a poll
+        self.durable_at_s = self.began_s + (durable_s if dist.get_rank() == 0 else 0.0)
 
     def begin(self, state: State) -> None:
         assert self.saver is not None

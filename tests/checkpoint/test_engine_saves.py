@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from outlast.checkpoint import reader
+from outlast.checkpoint.blocks import BLOCK_BYTES
 from outlast.checkpoint.commit import POINTS
+from outlast.checkpoint.copying import Copier
 from outlast.checkpoint.errors import SaveFailed
+from outlast.checkpoint.image import Image
 from outlast.checkpoint.points import KILL_AT
 from outlast.checkpoint.staging import Budget
 from outlast.checkpoint.store import Store
@@ -271,6 +274,83 @@ def test_an_overlapped_copy_is_of_the_state_before_the_next_step(run_ranks: Any,
         assert needed >= 4_000_000 * 4 and begun_s > 0 and rest_s > 0
     got = run_ranks(2, lambda rank: load_own(rank, 2, root / "iter_0000010", 4_000_000))
     assert got.values == {0: (3.0, -3.0, 3.0), 1: (4.0, -3.0, 3.0)}
+
+
+def slow_copy(monkeypatch: pytest.MonkeyPatch, hold: Callable[[int], None]) -> None:
+    """hold(bytes) is called whenever so much has been copied and announced."""
+    copy = Copier.copy
+
+    def copy_slowly(self: Copier, image: Image) -> Iterator[int]:
+        for done in copy(self, image):
+            yield done
+            hold(done)
+
+    monkeypatch.setattr(Copier, "copy", copy_slowly)
+
+
+def test_what_is_copied_is_written_before_the_copy_is_whole(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = tmp_path / "ckpt" / "iter_0000010" / "__0_0.distcp"
+    blocks = 3
+    elements = blocks * BLOCK_BYTES // 4
+
+    def first_block() -> bool:
+        with suppress(FileNotFoundError), open(shard, "rb") as file:
+            return any(file.read(BLOCK_BYTES)[BLOCK_BYTES // 2 :])
+        return False
+
+    def hold(done_bytes: int) -> None:
+        if done_bytes > 2 * BLOCK_BYTES:
+            wait_for(first_block)
+
+    def body(rank: int) -> Any:
+        saver = Saver(tmp_path / "ckpt")
+        saver.prepare(make_state(rank, 1, 0.0, elements))
+        slow_copy(monkeypatch, hold)
+        saver.save(make_state(rank, 1, 3.0, elements), **save_args(10, 1), overlap=True)
+        saver.finish_copy()
+        return first_block(), saver.finish()
+
+    assert run_ranks(1, body).value() == (True, 10)
+    verify(tmp_path / "ckpt" / "iter_0000010")
+
+
+def test_a_rank_killed_in_its_copy_ends_its_writer_and_commits_nothing(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "ckpt"
+    elements = 3 * BLOCK_BYTES // 4
+
+    def hold(done_bytes: int) -> None:
+        if done_bytes > 2 * BLOCK_BYTES:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(rank: int) -> None:
+        saver = Saver(root, budget=Budget(outlive_s=60.0))
+        (tmp_path / f"writer{saver.writer_pid}").write_text("")
+        slow_copy(monkeypatch, hold)
+        saver.save(make_state(rank, 1, 3.0, elements), **save_args(10, 1), overlap=True)
+        time.sleep(60)
+
+    assert run_ranks(1, body).exits == {0: -signal.SIGKILL}
+    (writer,) = (int(path.name.removeprefix("writer")) for path in tmp_path.glob("writer*"))
+    wait_for(lambda: not is_alive(writer))
+    assert newest(root) == -1 and not list(root.rglob("COMMITTED"))
+
+
+def test_a_save_that_is_closed_in_its_copy_lets_go(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(rank: int) -> Any:
+        saver = Saver(tmp_path / "ckpt")
+        elements = 3 * BLOCK_BYTES // 4
+        slow_copy(monkeypatch, lambda done_bytes: time.sleep(0.05))
+        saver.save(make_state(rank, 1, 3.0, elements), **save_args(10, 1), overlap=True)
+        saver.close()
+        return saver.in_flight, newest(tmp_path / "ckpt")
+
+    assert run_ranks(1, body).value() == (None, -1)
 
 
 def test_replicas_are_written_once_and_evenly(run_ranks: Any, tmp_path: Path) -> None:

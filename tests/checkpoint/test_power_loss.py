@@ -10,6 +10,7 @@ writer process's own code (checkpoint/engine.py) with the recorder in the place 
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import shutil
@@ -327,7 +328,8 @@ def write_as_the_process(ops: Recorder, step: int, *, ranks: int = 2) -> None:
             timeout_s=10.0,
         )
         link = Listener()
-        engine._save(link, staging, job, lambda point: ops.note("durable", step) if point == "commit.durable" else None)
+        copied = memoryview(mmap.mmap(staging, 8 * PAGE_BYTES))
+        engine._save(link, copied, job, lambda point: ops.note("durable", step) if point == "commit.durable" else None)
         os.close(staging)
         assert link.said == ([Stage.HALFWAY] if rank else [Stage.HALFWAY, Stage.DONE])
 

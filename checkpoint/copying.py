@@ -1,0 +1,113 @@
+"""The copy of an image into staging memory: at once, or in a thread beside the forward and backward passes.
+
+    |piece|piece|piece|...|piece|     ascending
+        announce  announce  announce  so many bytes more are there: the writer process follows
+                                   ^  passed: told when all is there and before the last announcement
+
+A save whose last bytes were never announced is never committed, whoever dies. A copy that the train loop waits for
+announces once, at its end: a writer that followed it would hold the loop by what it takes of the cores.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+
+from outlast.checkpoint.image import Image, Piece
+
+CHUNK_BYTES: Final = 16 << 20
+"""A larger tensor is copied in parts, and as much is announced at once."""
+
+
+class Copier:
+    """Copies into one mapping of staging memory."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self.mapped = mapped
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._view = memoryview(mapped)
+        self._registered = False
+
+    def copy(self, image: Image) -> Iterator[int]:
+        """Goes on as it is iterated over; yields up to where it is."""
+        for pieces in image.pieces:
+            for piece in pieces:
+                yield from self._put(piece)
+
+    def _put(self, piece: Piece) -> Iterator[int]:
+        at = piece.at_bytes
+        if not isinstance(piece.data, torch.Tensor):
+            self._view[at : at + len(piece.data)] = piece.data
+            yield at + len(piece.data)
+            return
+        if piece.data.is_cuda:
+            self._register()
+        for part in _cut(piece.data):
+            end = at + part.numel() * part.element_size()
+            self._bytes[at:end].view(part.dtype).view(part.shape).copy_(part)
+            at = end
+            yield at
+
+    def _register(self) -> None:
+        """Pin the memory, so that a GPU writes into it at full speed. Never tried but on the first CUDA tensor."""
+        if not self._registered:
+            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
+            self._registered = True
+
+
+def _cut(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if not tensor.numel():
+        return
+    if tensor.numel() * tensor.element_size() <= CHUNK_BYTES or not tensor.is_contiguous():
+        yield tensor
+        return
+    yield from torch.split(tensor.view(-1), CHUNK_BYTES // tensor.element_size())
+
+
+class Copying:
+    """One copy of one image."""
+
+    def __init__(
+        self, copier: Copier, image: Image, announce: Callable[[int], None], passed: Callable[[str], None]
+    ) -> None:
+        self._copier, self._image, self._announce, self._passed = copier, image, announce, passed
+        self._thread: threading.Thread | None = None
+        self._stop = False
+        self.error = ""
+        """Why it will never be whole."""
+
+    def start(self) -> None:
+        """In a thread."""
+        self._thread = threading.Thread(target=self.run, name="stage", daemon=True)
+        self._thread.start()
+
+    def run(self) -> None:
+        """To its end; never raises."""
+        told = 0
+        try:
+            for done in self._copier.copy(self._image):
+                if self._stop:
+                    self.error = "was given up"
+                    return
+                if self._thread is not None and done - told >= CHUNK_BYTES:
+                    self._announce(done - told)
+                    told = done
+            self._passed("save.copied")
+            self._announce(self._image.size_bytes - told)
+            self._passed("save.handed_over")
+        except Exception as e:  # noqa: BLE001 -- told where it is waited for
+            self.error = f"{type(e).__name__}: {e}"
+
+    def wait(self) -> None:
+        """Until the live state is not needed any more."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def drop(self) -> None:
+        """Leave off: nobody needs it."""
+        self._stop = True
+        self.wait()
