@@ -97,7 +97,7 @@ class Keeper:
     def start_warm(self) -> None:
         """Begin the imports, so that they are done when the first ranks are asked for."""
         if self._warm is None:
-            env = node_env.warm_env(os.environ, self.run, self.run_dir, self.node)
+            env = node_env.warm_env(os.environ, self.run, self.node)
             self._warm = WarmClient(self._modules, env, on_message=self._on_warm, on_gone=self._on_gone)
 
     # ------------------------------------------------------------ start

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from outlast.launchers.recorder import NODE_ENV, STEP_PAGE_ENV, STOP_FILE_ENV
 from outlast.reliability.model import Node
-from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile
 from outlast.reliability.wire import RankSpec
 from outlast.slurm import testbed_conf
@@ -23,7 +22,7 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """Their libraries start a thread per core at import, and threads do not survive a fork."""
 
 
-def warm_env(own: Mapping[str, str], run: RunFile, run_dir: RunDir, node: Node) -> dict[str, str]:
+def warm_env(own: Mapping[str, str], run: RunFile, node: Node) -> dict[str, str]:
     """For the process that imports: what libraries read at import is what the ranks will be given."""
     return {**dict.fromkeys(_ONE_THREAD, "1"), **own, **run.task.env, NODE_ENV: node}
 

@@ -209,7 +209,9 @@ class EventLog:
             raise EventLogError(f"{path}: cannot be opened: {error}", again=True) from error
         if highest > epoch:
             log.close()
-            raise EventLogError(f"{path}: found lines of epoch {highest}, this is epoch {epoch}", again=False)
+            raise EventLogError(
+                f"{path}: found lines of epoch {highest}, this is epoch {epoch}: another supervises", again=False
+            )
         log._next_seq = replay.events[-1].seq + 1 if replay.events else 1
         return log, replay
 

@@ -70,7 +70,7 @@ def timeline(view: RunView) -> str:
         y = top + index * _LANE
         parts.append(f'<text class="lane" x="{_LEFT - 8}" y="{y + 15}"><title>{text(hint)}</title>{text(name)}</text>')
         parts += [_span(span, axis, y) for span in _merged(spans, wall_s)]
-    parts += _marks(view.incidents, axis, top, bottom)
+    parts += _marks(view.incidents, axis, bottom)
     return _svg(bottom + 24, "time line of the attempts", parts)
 
 
@@ -132,7 +132,7 @@ def _span(span: Span, axis: Axis, y: float) -> str:
     )
 
 
-def _marks(incidents: Sequence[IncidentView], axis: Axis, top: float, bottom: float) -> list[str]:
+def _marks(incidents: Sequence[IncidentView], axis: Axis, bottom: float) -> list[str]:
     """A line an incident; its number where there is room for it."""
     stride = max(1, -(-len(incidents) // _MAX_MARKS))
     parts, free_px = [], -1.0

@@ -41,7 +41,7 @@ class Site:
         self.directory = directory
         self._file = directory / "testbed.json"
         if spec is None and not self._file.exists():
-            raise TestbedError(f"no testbed in {directory}; make one with `outlast testbed start {directory}`")
+            raise TestbedError(f"no testbed in {directory}; make one with `outlast testbed start --dir {directory}`")
         self.spec = spec or self.read().spec
 
     def environment(self) -> dict[str, str]:

@@ -25,7 +25,8 @@ def demo(as_json: bool, slurm: bool, directory: Path) -> int:
     exception, a node dies with no spare left. Every fault is simulated; judging, restarting, saving and restoring
     are the real thing. An undisturbed run made in the same call is the reference.
 
-    Exit code 0: the losses agree (bit for bit while the layout is the same) and each sample was consumed once.
+    Exit codes: 0 the losses agree (bit for bit while the layout is the same) and each sample was consumed once, 1 they
+    do not, or a run did not end, 75 (with --slurm) Slurm does not answer.
     """
     from outlast.reliability.cli.demo_run import Demo
     from outlast.reliability.cli.demo_tell import as_data, tell

@@ -13,7 +13,10 @@ from outlast.reliability.site_policy import check_rows, parse_rows, read_file
 
 @click.group(name="policy")
 def policy() -> None:
-    """A site's own rows of the catalogue: what XIDs, SXids and log lines mean here."""
+    """A site's own rows of the catalogue: what XIDs, SXids and log lines mean here.
+
+    A run takes them in by `cluster.policy` of RUN.yaml, judge and classify by --rows, replay by --policy.
+    """
 
 
 @policy.command()

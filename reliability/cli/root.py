@@ -13,16 +13,17 @@ from typing import Final, NamedTuple
 
 import click
 
-DONE, FAILED, WRONG, HELD, UNFIT, AGAIN = 0, 1, 2, 3, 4, 75
+DONE, FAILED, WRONG, HELD, UNFIT, AGAIN, STOPPED = 0, 1, 2, 3, 4, 75, 130
 
 _EPILOG: Final = """\b
 Exit codes
    0  done or healthy
-   1  the run failed, or a check found a fault
+   1  the run failed or was cancelled, or a check found a fault
    2  wrong use or configuration
    3  held: a person is needed (see `outlast status`, then `outlast continue`)
    4  the environment is unfit (`outlast doctor` tells)
-  75  try again: Slurm or the file system did not answer
+  75  try again: Slurm or the file system did not answer, or another supervisor is alive
+ 130  stopped by Ctrl-C
 
 \b
 RUN is a run's name below the run root, such as lm-7b-0007, or the path of its directory.
@@ -126,7 +127,7 @@ def start(argv: Sequence[str]) -> int:
         outcome = cli.main(args=list(argv), prog_name="outlast", standalone_mode=False)
     except click.exceptions.Abort:
         click.echo("stopped", err=True)
-        return 130
+        return STOPPED
     except click.ClickException as error:
         error.show()
         return WRONG

@@ -32,18 +32,23 @@ def testbed() -> None:
       outlast submit RUN.yaml
       outlast testbed fault crash n2     (its slurmd, steps and ranks are killed)
       outlast testbed stop
+
+    Exit codes: 0 done, 1 it cannot be done (the message says why, and where the logs are), 2 wrong use.
     """
 
 
 @testbed.command()
 @directory
-@click.option("--nodes", type=click.IntRange(1, 64), default=8, show_default=True)
+@click.option("--nodes", type=click.IntRange(1, 64), default=8, show_default=True, help="Each is a slurmd here.")
 @click.option("--gpus", type=click.IntRange(0, 16), default=0, show_default=True, help="Pretended GPUs a node.")
 @click.option("--accounting/--no-accounting", default=True, show_default=True, help="With slurmdbd and MariaDB.")
 def start(place: Path, nodes: int, gpus: int, accounting: bool) -> int:
     """Start it; returns when every node answers. Ready in a few seconds.
 
-    Needs Debian's slurm-wlm, munge and, for accounting, slurmdbd and mariadb-server. Needs no root.
+    Needs Debian's slurm-wlm, munge and, for accounting, slurmdbd and mariadb-server. Needs no root. Asked again for the
+    same, it says what is there already.
+
+    Exit codes: 0 it answers, 1 it cannot be started.
     """
     from outlast.slurm.errors import SlurmError
     from outlast.slurm.testbed import start as begin
@@ -60,7 +65,10 @@ def start(place: Path, nodes: int, gpus: int, accounting: bool) -> int:
 @directory
 @click.option("--keep", is_flag=True, help="Keep its state, so that start goes on where it was.")
 def stop(place: Path, keep: bool) -> int:
-    """End its jobs and daemons and remove its directory."""
+    """End its jobs and daemons and remove its directory.
+
+    Exit codes: 0 stopped, 1 something is left, or there is no testbed.
+    """
     from outlast.slurm.errors import SlurmError
 
     try:
@@ -76,7 +84,10 @@ def stop(place: Path, keep: bool) -> int:
 @directory
 @as_json
 def status(place: Path, as_json: bool) -> int:
-    """Its daemons and nodes. Exit codes: 0 all alive, 1 something is not."""
+    """Its daemons and nodes, and the SLURM_CONF to use it by.
+
+    Exit codes: 0 all alive, 1 something is not, or there is no testbed.
+    """
     from outlast.slurm.errors import SlurmError
 
     try:
@@ -108,6 +119,8 @@ def fault(kind: str, node: str, place: Path) -> int:
       start NODE           its slurmd again
       drain NODE, undrain NODE
       kill-slurmctld, restart-slurmctld
+
+    Exit codes: 0 done, 1 it cannot be done, 2 no such node or fault.
     """
     from outlast.slurm.errors import SlurmError
     from outlast.slurm.testbed import fault as break_it

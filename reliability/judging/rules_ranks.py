@@ -25,7 +25,7 @@ STORAGE_KEYS: Final = frozenset({"filesystem", "filesystem_full", "filesystem_st
 _SIGKILL: Final = 9
 
 
-def owner_of(scene: Scene, said: RankSaid | None) -> str:
+def owner_of(said: RankSaid | None) -> str:
     """The rank, and its node where that is known."""
     if said is None:
         return "the rank"
@@ -92,7 +92,7 @@ def reruns(scene: Scene) -> Iterator[Finding]:
         action=told.action,
         rule=told.rule,
         why=told.why,
-        culprit=told.culprit.format(owner_of(scene, said[0] if said else None)) if told.culprit else None,
+        culprit=told.culprit.format(owner_of(said[0] if said else None)) if told.culprit else None,
         evidence=ids([*said, *scene.seen(Ended)]),
         rejected=(lost("ranks that timed out", "they waited for the rank that stopped to repeat the step"),),
         checks={"exit_code_meaning": {"16": "resume elsewhere to disambiguate"}} if told is _ELSEWHERE else {},
@@ -152,8 +152,8 @@ def _strike(scene: Scene, said: Sequence[RankSaid]) -> Finding:
         verdict=verdict,
         action=action,
         rule="not_a_number",
-        why=f"NaN or Inf in the own numbers of {owner_of(scene, last)}: {why}",
-        culprit=None if verdict is Kind.DATA_OR_OPTIMIZER else f"{owner_of(scene, last)}: its GPU or the samples",
+        why=f"NaN or Inf in the own numbers of {owner_of(last)}: {why}",
+        culprit=None if verdict is Kind.DATA_OR_OPTIMIZER else f"{owner_of(last)}: its GPU or the samples",
         evidence=ids(said),
         rejected=(lost("ranks that time out afterwards", "they only wait"),),
         checks=checks,
@@ -173,10 +173,10 @@ def gpu_errors(scene: Scene) -> Iterator[Finding]:
         verdict=Kind.HARDWARE_FAULT if again else Kind.HARDWARE_SUSPECT,
         action=Act.SPARE,
         rule="cuda_reports_hardware",
-        why=f"CUDA reports hardware at {owner_of(scene, first)}, before all others"
+        why=f"CUDA reports hardware at {owner_of(first)}, before all others"
         + ("; the next job on the same nodes failed too, in another way" if again else "")
         + ("; its NVLink domain follows at once, the rest later" if domain else ""),
-        culprit=f"NVLink domain {domain}" if domain else f"the node of {owner_of(scene, first)}",
+        culprit=f"NVLink domain {domain}" if domain else f"the node of {owner_of(first)}",
         evidence=ids([first, *said, *later]),
         rejected=(
             lost("the last reporters", "the error spreads over links and by fate; the earliest counts"),
@@ -229,7 +229,7 @@ def program_errors(scene: Scene) -> Iterator[Finding]:
         verdict=verdict,
         action=action,
         rule="first_primary_error",
-        why=f"{owner_of(scene, first)}: {why}; the other ranks only followed",
+        why=f"{owner_of(first)}: {why}; the other ranks only followed",
         culprit=None if first.key == "interrupted" else "the program",
         evidence=ids(own),
         rejected=(lost("hardware", "no line of a kernel, and what ranks print blames programs"),),

@@ -22,7 +22,6 @@ from outlast.launchers.node_gate import free_port, parse_answer
 from outlast.launchers.stacks import is_waiting, parse_dump, render
 from outlast.monitors.beat import StepEntry, StepPage
 from outlast.reliability.model import GateOutcome, Node, Placement, Rank
-from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import Cluster, RunFile, Task
 from outlast.reliability.wire import RankSpec
 
@@ -166,7 +165,7 @@ def test_only_the_node_says_where_it_is() -> None:
     assert "OUTLAST_STEP_PAGE" not in env
     given_ = node_env.rank_env({"CUDA_VISIBLE_DEVICES": "5"}, run, spec(), node=Node("a"), page=None, stop=Path("/s"))
     assert given_["CUDA_VISIBLE_DEVICES"] == "5"
-    warm = node_env.warm_env({"OMP_NUM_THREADS": "3"}, run, RunDir(root=Path("/r")), Node("a"))
+    warm = node_env.warm_env({"OMP_NUM_THREADS": "3"}, run, Node("a"))
     assert (warm["OMP_NUM_THREADS"], warm["OPENBLAS_NUM_THREADS"]) == ("3", "1")
 
 

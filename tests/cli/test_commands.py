@@ -166,6 +166,13 @@ def test_findings_go_to_stderr_with_exit_code_2(say: Say) -> None:
     assert len(err.splitlines()) == 2 and "did you mean nodes?" in err
 
 
+def test_findings_as_data(say: Say) -> None:
+    code, out, err = say("config", "check", "run.yaml", "--set", "cluster.nods=2", "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert code == 2 and err == ""
+    assert finding["path"] == "$.cluster.nods" and "did you mean nodes?" in finding["text"]
+
+
 def test_schema_is_json(say: Say) -> None:
     code, out, _ = say("config", "schema")
     assert code == 0 and json.loads(out)["title"] == "RUN.yaml of outlast"

@@ -95,7 +95,30 @@ def test_the_readme_names_every_command_and_exit_code() -> None:
     for name, entry in root.COMMANDS.items():
         assert entry.hidden or f"`outlast {name}" in text, f"outlast {name} is not in README.md"
     codes = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
-    assert codes == {root.DONE, root.FAILED, root.WRONG, root.HELD, root.UNFIT, root.AGAIN}
+    assert codes == {root.DONE, root.FAILED, root.WRONG, root.HELD, root.UNFIT, root.AGAIN, root.STOPPED}
+
+
+def _leaves(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from _leaves(below, (*path, name))
+    else:
+        yield " ".join(path), command
+
+
+# `outlast check` reads its words itself: the standard library alone, see monitors/gate.py
+LEAVES = {name: command for name, command in _leaves(root.cli, ("outlast",)) if name != "outlast check"}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_command_tells_its_exit_codes_and_options(name: str) -> None:
+    command = LEAVES[name]
+    assert "Exit codes" in (command.help or "") or name == "outlast config schema", f"{name} --help tells no exit codes"
+    silent = [p.name for p in command.params if isinstance(p, click.Option) and not p.help]
+    assert not silent, f"{name} --help: options without a word: {silent}"
 
 
 # ---------------------------------------------------------------- run files
