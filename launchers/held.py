@@ -117,6 +117,7 @@ def compose_beat(
     living = held.living
     step_min = min((r.train_step for r in ranks), default=-1)
     behind = [r for r in living if r.train_step == step_min]
+    durable = max((r.page for r in ranks if r.page), key=lambda p: p.durable_step, default=None)
     new = [s for s in held.steps if s.train_step > steps_through][:STEPS_A_BEAT]
     return Beat(
         attempt=held.attempt,
@@ -129,7 +130,8 @@ def compose_beat(
         step_max=max((r.train_step for r in ranks), default=-1),
         stalled_s=max(0.0, now_mono_s - max((r.moved_mono_s for r in ranks), default=now_mono_s)),
         laggard=min(behind, key=lambda r: r.moved_mono_s).rank if behind else None,
-        durable_step=max((r.page.durable_step for r in ranks if r.page), default=-1),
+        durable_step=durable.durable_step if durable else -1,
+        durable_s=durable.durable_s if durable else 0.0,
         steps=tuple(as_seen(s, now_mono_s) for s in new),
         output_age_s=min((output_age_s.get(r.rank, 0.0) for r in living), default=0.0),
         finished=held.finished,

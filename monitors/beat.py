@@ -31,11 +31,11 @@ RING_STEPS: Final = 32
 NO_STEP: Final = -1
 
 _MAGIC: Final = b"OUTLSTEP"
-_VERSION: Final = 1
+_VERSION: Final = 2
 # magic, version, crc of the body, sequence
 _HEAD: Final = struct.Struct("<8sIIQ")
-# phase, phase_since, train_step, started, durable_step, pid, finished steps ever, node
-_STATE: Final = struct.Struct("<QdqdqqQ64s")
+# phase, phase_since, train_step, started, durable_step, durable_s, pid, finished steps ever, node
+_STATE: Final = struct.Struct("<QdqdqdqQ64s")
 # train_step, end, step, compute, wait, data, tokens, loss, grad_norm, samples from, to, save, local_hash, known
 _STEP: Final = struct.Struct("<qdddddqddqqdQQ")
 _BODY_BYTES: Final = _STATE.size + RING_STEPS * _STEP.size
@@ -74,6 +74,8 @@ class StepPage:
     started_mono_s: float
     """When the step in flight began; 0.0 between steps."""
     durable_step: int
+    durable_s: float = 0.0
+    """From the beginning of that save to its commit marker; 0.0 where the program does not say."""
     pid: int
     node: str
     steps: tuple[StepEntry, ...]
@@ -107,7 +109,7 @@ class StepWriter:
         self._node = node.encode(errors="replace")[:64]
         self._phase, self._phase_since = 0, time.monotonic()
         self._train_step = self._durable = NO_STEP
-        self._started = self._last_end = 0.0
+        self._started = self._last_end = self._durable_s = 0.0
         self._count = self._seq = 0
         self._body = bytearray(_BODY_BYTES)
         self._lock = threading.Lock()
@@ -158,9 +160,10 @@ class StepWriter:
         self._train_step, self._started, self._last_end = train_step, 0.0, now
         self._publish()
 
-    def checkpoint_durable(self, train_step: int) -> None:
-        """The commit marker of this train_step's checkpoint is on disk."""
-        self._durable = max(self._durable, train_step)
+    def checkpoint_durable(self, train_step: int, durable_s: float = 0.0) -> None:
+        """The commit marker of this train_step's checkpoint is on disk, durable_s after the save began."""
+        if train_step >= self._durable:
+            self._durable, self._durable_s = train_step, durable_s
         self._publish()
 
     def _publish(self) -> None:
@@ -177,8 +180,8 @@ class StepWriter:
                 self._lock.release()
 
     def _write(self) -> None:
-        state = (self._phase, self._phase_since, self._train_step, self._started, self._durable, self._pid)
-        _STATE.pack_into(self._body, 0, *state, self._count, self._node)
+        state = (self._phase, self._phase_since, self._train_step, self._started, self._durable, self._durable_s)
+        _STATE.pack_into(self._body, 0, *state, self._pid, self._count, self._node)
         seq = self._seq + 2
         _HEAD.pack_into(self._page, 0, _MAGIC, _VERSION, 0, seq - 1)
         self._page[_HEAD.size : _HEAD.size + _BODY_BYTES] = bytes(self._body)
@@ -220,7 +223,7 @@ def parse_page(raw: bytes) -> StepPage | None:
     body = raw[_HEAD.size : _HEAD.size + _BODY_BYTES]
     if magic != _MAGIC or version != _VERSION or seq % 2 or zlib.crc32(body) != crc:
         return None
-    phase, since, train_step, started, durable, pid, count, node = _STATE.unpack_from(body)
+    phase, since, train_step, started, durable, durable_s, pid, count, node = _STATE.unpack_from(body)
     if phase >= len(PHASES) or not math.isfinite(since):
         return None
     first = max(0, count - RING_STEPS)
@@ -230,6 +233,7 @@ def parse_page(raw: bytes) -> StepPage | None:
         train_step=train_step,
         started_mono_s=started,
         durable_step=durable,
+        durable_s=durable_s if math.isfinite(durable_s) else 0.0,
         pid=pid,
         node=node.rstrip(b"\0").decode(errors="replace"),
         steps=tuple(_parse_step(body, i % RING_STEPS) for i in range(first, count)),

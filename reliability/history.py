@@ -16,6 +16,7 @@ from outlast.reliability.attempt import State
 from outlast.reliability.events import LogEvent
 from outlast.reliability.goodput import Cost, Ledger, Span, costs, reckon, sign_s, spans
 from outlast.reliability.model import Layout, Node, Noun, Plan, StepSeen, Verdict
+from outlast.reliability.saves_view import SavesView, look_at_saves
 from outlast.reliability.timeline import Act, Case, Trace, Trial, trace
 from outlast.reliability.wording import tell_action, tell_signal
 
@@ -113,6 +114,7 @@ class RunView(Noun, frozen=True, kw_only=True):
     """Nodes with an agent that are neither in use nor convicted."""
     convicted: tuple[Node, ...] = ()
     notes: tuple[tuple[float, str], ...] = ()
+    saving: SavesView = SavesView()
 
     @property
     def step(self) -> int:
@@ -169,6 +171,7 @@ def look(run: Trace) -> RunView:
         spare_now=len(run.agents - used - run.convicted),
         convicted=tuple(sorted(run.convicted)),
         notes=tuple((when.at_s, text) for when, text in run.notes),
+        saving=look_at_saves(run),
     )
 
 

@@ -157,9 +157,9 @@ class Inputs:
         saves = loop.state.evidence.saving.saves
         heard = any(s.attempt == beat.attempt and s.train_step == beat.durable_step for s in saves)
         if beat.durable_step > loop.state.evidence.durable_step and not heard:  # one set aside since counts no more
-            self._durable(beat.durable_step, fresh)
+            self._durable(beat.durable_step, beat.durable_s)
 
-    def _durable(self, train_step: int, steps: tuple[m.StepSeen, ...]) -> None:
+    def _durable(self, train_step: int, durable_s: float) -> None:
         loop = self.loop
         held = next((s for s in loop.hangs.saves if s.train_step == train_step), None)
         age_s = max(0.0, loop.now_s() - held.at_s) if held else 0.0
@@ -170,7 +170,7 @@ class Inputs:
                 verified=True,
                 path=f"iter_{train_step:07d}",
                 hold_s=held.save_s if held else 0.0,
-                durable_s=age_s,
+                durable_s=durable_s or age_s,
             )
         )
         if self.pruning.busy_s is None or self.pruning.busy_s > _LONG_S:  # else the next one's turn will do

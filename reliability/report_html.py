@@ -14,13 +14,23 @@ from outlast.reliability.goodput import STATES
 from outlast.reliability.history import AttemptView, IncidentView, RunView
 from outlast.reliability.report_style import STYLE
 from outlast.reliability.report_svg import ledger_bar, loss_curve, text, timeline
-from outlast.reliability.report_text import cost_line, costs_something, culprit, outcome, restored, samples_line
+from outlast.reliability.report_text import (
+    cost_line,
+    costs_something,
+    culprit,
+    outcome,
+    restored,
+    samples_line,
+    saves_line,
+)
+from outlast.reliability.saves_view import SavesView
 from outlast.reliability.wording import count, duration, percent, undo_of, utc
 
 Item = TypeVar("Item")
 
 _MAX_INCIDENTS: Final = 200
 _MAX_ATTEMPTS: Final = 200
+_MAX_SAVES: Final = 100
 _OPEN_INCIDENTS: Final = 8
 
 _MEANING: Final = {
@@ -45,6 +55,7 @@ def render_page(view: RunView) -> str:
         _section("Attempts and incidents", timeline(view) + _legend(view)),
         _section("Loss", loss_curve(view)),
         _section("Where the time went", ledger_bar(view.ledger) + _ledger_table(view)),
+        _section(f"Saves ({len(view.saving.saves)})", _saves(view.saving)),
         _section(f"Incidents ({len(view.incidents)})", _incidents(view)),
         _section(f"Attempts ({len(view.attempts)})", _attempts(view.attempts)),
         _foot(view),
@@ -127,6 +138,24 @@ def _ledger_table(view: RunView) -> str:
             "wall clocks only.</p>"
         )
     return f"<table>{''.join(rows)}</table>{unsure}"
+
+
+def _saves(saving: SavesView) -> str:
+    line = f"<p>{text(saves_line(saving))}.</p>"
+    if not saving.saves:
+        return line
+    shown, left_out = _ends(saving.saves, _MAX_SAVES)
+    rows = [
+        f"<tr><td>{count(save.train_step)}</td><td>{save.attempt}</td><td>{utc(save.at_s)}</td>"
+        f'<td class="n">{save.hold_s:,.3f} s</td><td class="n">{save.lost_s:,.3f} s</td>'
+        f'<td class="n">{save.durable_s:,.2f} s</td></tr>'
+        for save in shown
+    ]
+    if left_out:
+        rows.insert(_MAX_SAVES // 2, f'<tr><td colspan="6" class="quiet">{count(left_out)} more</td></tr>')
+    names = ("train_step", "attempt", "durable at", "hold", "lost time", "time to durable")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f'{line}<table class="wide"><tr>{head}</tr>{"".join(rows)}</table>'
 
 
 # ---------------------------------------------------------------- incidents and attempts

@@ -11,6 +11,7 @@ from outlast.reliability import model as m
 from outlast.reliability.goodput import STATES, Ledger
 from outlast.reliability.history import ActView, AttemptView, IncidentView, RunView, Samples
 from outlast.reliability.model import Noun, Verdict
+from outlast.reliability.saves_view import SavesView
 from outlast.reliability.wording import count, duration, many, one_line, percent, undo_of, utc
 
 # ---------------------------------------------------------------- data
@@ -72,6 +73,7 @@ class ReportData(Noun, frozen=True, kw_only=True, omit_defaults=False):
     """None where the program does not say which samples it consumed."""
     samples: int | None
     samples_problem: str
+    saving: SavesView
 
 
 def report_json(view: RunView) -> ReportData:
@@ -90,6 +92,7 @@ def report_json(view: RunView) -> ReportData:
         samples_once=samples.once if samples else None,
         samples=samples.total if samples else None,
         samples_problem=samples.problem if samples else "",
+        saving=view.saving,
     )
 
 
@@ -168,6 +171,17 @@ def samples_line(samples: Samples | None) -> str:
     return f"NOT each once: {samples.problem}"
 
 
+def saves_line(saving: SavesView) -> str:
+    """Lost time and time to durable, over all saves, and how often the run saves now where that was computed."""
+    often = f"; now every {many(saving.every, 'train_step')}: {one_line(saving.because)}" if saving.every else ""
+    if not saving.saves:
+        return f"none durable{often}"
+    lost = f"lost {duration(saving.lost_median_s)} each (p95 {duration(saving.lost_p95_s)})"
+    lost += f", {duration(saving.lost_s)} in all"
+    durable = f"durable in {duration(saving.durable_median_s)} (p95 {duration(saving.durable_p95_s)})"
+    return f"{count(len(saving.saves))} durable, {lost}, {durable}{often}"
+
+
 def report_text(view: RunView) -> str:
     """The summary, each incident in three lines, and the ledger."""
     steps = f"train_step {count(view.step)}" + (f" of {count(view.target)}" if view.target else "")
@@ -182,7 +196,7 @@ def report_text(view: RunView) -> str:
     lines += [_attempt_line(attempt) for attempt in view.attempts]
     for incident in view.incidents:
         lines += ["", *incident_lines(incident)]
-    lines += ["", f"samples: {samples_line(view.samples)}"]
+    lines += ["", f"samples: {samples_line(view.samples)}", f"saves: {saves_line(view.saving)}"]
     lines += [f"where the time went ({duration(view.ledger.wall_s)})   {ledger_line(view.ledger)}"]
     return "\n".join(lines)
 

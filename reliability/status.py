@@ -68,6 +68,11 @@ class Row(Noun, frozen=True, kw_only=True, omit_defaults=False):
     incidents: int = 0
     last_incident: LastIncident | None = None
     last_line_at_s: float = 0.0
+    saves: int = 0
+    """Checkpoints that became durable."""
+    save_every: int = 0
+    """Train_steps between saves where that was computed for this attempt; 0: as the run file says."""
+    save_because: str = ""
 
 
 class Watched:
@@ -156,6 +161,9 @@ def _row(run: str, view: RunView, problem: str) -> Row:
         incidents=len(view.incidents),
         last_incident=_last(view.incidents[-1]) if view.incidents else None,
         last_line_at_s=view.last_at_s,
+        saves=len(view.saving.saves),
+        save_every=view.saving.every,
+        save_because=view.saving.because,
     )
 
 
@@ -191,7 +199,9 @@ def cells(row: Row, now_s: float) -> tuple[str, ...]:
 def remarks(rows: Sequence[Row]) -> list[str]:
     """What stands below the table: problems, and why a run is held or ended."""
     said = [f"{row.run}: {row.problem}" for row in rows if row.problem]
-    return said + [f"{row.run} {row.state}: {row.why}" for row in rows if row.why and row.state != "finished"]
+    said += [f"{row.run} {row.state}: {row.why}" for row in rows if row.why and row.state != "finished"]
+    often = [row for row in rows if row.save_every and row.state not in OVER]
+    return said + [one_line(f"{r.run} saves every {r.save_every} train_steps: {r.save_because}") for r in often]
 
 
 def status_text(rows: Sequence[Row], now_s: float) -> str:

@@ -59,6 +59,8 @@ class Beat(Noun, frozen=True, kw_only=True, tag="beat"):
     """The rank at step_min that has been still for longest."""
     durable_step: int = -1
     """Newest checkpoint that its ranks know to be committed."""
+    durable_s: float = 0.0
+    """From the beginning of that save to its commit; 0 where the program does not say."""
     steps: tuple[StepSeen, ...] = ()
     """Finished steps above Pulse.steps_through, oldest first, if this node holds the reporting rank."""
     output_age_s: float = 0.0

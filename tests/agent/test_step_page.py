@@ -37,12 +37,12 @@ def test_steps_phases_and_placement_are_read_back(path: Path) -> None:
     writer.phase("load")
     writer.step_started(11)
     writer.step_done(11, loss=2.5, grad_norm=None, samples_from=80, samples_to=88, tokens=256, save_s=0.0)
-    writer.checkpoint_durable(10)
-    writer.checkpoint_durable(5)
+    writer.checkpoint_durable(10, 1.5)
+    writer.checkpoint_durable(5, 9.0)
     page = reader.read()
     assert page is not None
     (step,) = page.steps
-    assert (page.phase, page.train_step, page.durable_step) == ("train", 11, 10)
+    assert (page.phase, page.train_step, page.durable_step, page.durable_s) == ("train", 11, 10, 1.5)
     assert (step.train_step, step.loss, step.grad_norm, step.samples_from, step.samples_to) == (11, 2.5, None, 80, 88)
     assert page.moved_mono_s == step.end_mono_s
 

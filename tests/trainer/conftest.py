@@ -85,7 +85,7 @@ class FileRecorder:
     def step_done(self, train_step: int, **what: Any) -> None:
         self._write(train_step=train_step, **what)
 
-    def checkpoint_durable(self, train_step: int) -> None:
+    def checkpoint_durable(self, train_step: int, durable_s: float = 0.0) -> None:
         self._write(durable=train_step)
 
 
