@@ -272,7 +272,7 @@ class Training:
             self.recorder.phase(phase)
 
     def _on_durable(self, train_step: int, hold_s: float, durable_s: float) -> None:
-        self.recorder.checkpoint_durable(train_step)
+        self.recorder.checkpoint_durable(train_step, durable_s)
         self._say(f"checkpoint {train_step} durable ({durable_s:.2f} s)")
 
     def _say(self, line: str) -> None:
