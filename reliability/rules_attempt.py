@@ -22,16 +22,15 @@ from outlast.reliability.evidence import (
 from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding, Pending
 from outlast.reliability.rules_checkpoint import (
-    NO_HARDWARE,
     died_so_before,
     doubtful,
-    exits,
     follows_the_load,
     refused,
     refuses_load,
     suspect,
     tell_doubtful,
 )
+from outlast.reliability.verdict_shapes import NO_HARDWARE, on_exit
 
 
 def misplaced(case: Case) -> Iterator[Finding]:
@@ -111,8 +110,9 @@ def _program(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     node_sets = {now.plan.nodes, *(f.nodes for f in same)}
     if len(same) + 1 >= case.policy.same_failure_limit:
         where = f"{len(node_sets)} different node sets" if len(node_sets) > 1 else "the same nodes"
-        return Verdict(
-            key=f"exit:{now.plan.attempt}",
+        return on_exit(
+            now,
+            first,
             kind=Kind.DATA_OR_OPTIMIZER,
             scope=Scope.TRAIN_STEP,
             rule="same_failure_again",
@@ -120,15 +120,14 @@ def _program(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
             f"on {where}: this is data or code, restarting cannot help",
             confidence=Confidence.HIGH,
             rank=gone.rank,
-            stops=True,
             hold=True,
-            evidence=(first.seq,),
             rejected=(NO_HARDWARE, Rejected(alternative="chance", why="it came back at the same train_step")),
         )
     if any(follows_the_load(case, now, past) for past in same):
         return suspect(now, first, what)
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        first,
         kind=Kind.APP_FAULT,
         scope=Scope.RANK,
         rule="program_exception",
@@ -136,22 +135,19 @@ def _program(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
         "the kernel says nothing against any node, the other ranks only followed",
         confidence=Confidence.HIGH if gone.exception else Confidence.MEDIUM,
         rank=gone.rank,
-        stops=True,
-        evidence=exits(now, first),
         rejected=(NO_HARDWARE, Rejected(alternative="checkpoint or data", why="not seen before at this train_step")),
     )
 
 
 def _only_echoes(now: AttemptFacts, first: ExitFact) -> Verdict:
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        first,
         kind=Kind.AMBIGUOUS,
         scope=Scope.EVERYTHING,
         rule="only_echoes",
         because="every rank that ended says only that another one was gone; which one began it is not known",
         confidence=Confidence.LOW,
-        stops=True,
-        evidence=exits(now, first),
         rejected=(NO_HARDWARE,),
     )
 
@@ -165,8 +161,9 @@ def _unexplained(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     before = _deaths_in_a_row(case, gone.node)
     if before + 1 >= case.policy.suspect_after and len(now.plan.nodes) > 1:
         return _suspect_node(now, first, how, before + 1)
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        first,
         kind=Kind.TRANSIENT,
         scope=Scope.RANK,
         rule="unexplained_death",
@@ -174,8 +171,6 @@ def _unexplained(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
         "once is chance, nobody is blamed",
         confidence=Confidence.LOW,
         rank=gone.rank,
-        stops=True,
-        evidence=exits(now, first),
         rejected=(NO_HARDWARE, Rejected(alternative="program", why="no exception in any rank's output")),
     )
 
@@ -196,8 +191,9 @@ def _deaths_in_a_row(case: Case, node: Node) -> int:
 
 def _suspect_node(now: AttemptFacts, first: ExitFact, how: str, times: int) -> Verdict:
     gone = first.exit
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        first,
         kind=Kind.HARDWARE_SUSPECT,
         scope=Scope.NODE,
         rule="same_node_again",
@@ -206,8 +202,6 @@ def _suspect_node(now: AttemptFacts, first: ExitFact, how: str, times: int) -> V
         node=gone.node,
         rank=gone.rank,
         convicts=True,
-        stops=True,
-        evidence=exits(now, first),
         rejected=(Rejected(alternative="chance", why="it keeps to one node"),),
     )
 
@@ -216,8 +210,9 @@ def _rerun(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     """Megatron's own re-run of a train_step: 16 asks for another GPU, 17 is its answer."""
     gone = first.exit
     if gone.exit_code == 16:
-        return Verdict(
-            key=f"exit:{now.plan.attempt}",
+        return on_exit(
+            now,
+            first,
             kind=Kind.HARDWARE_SUSPECT,
             scope=Scope.NODE,
             rule="rerun_elsewhere",
@@ -226,8 +221,6 @@ def _rerun(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
             node=gone.node,
             rank=gone.rank,
             convicts=True,
-            stops=True,
-            evidence=exits(now, first),
             rejected=(Rejected(alternative="drain", why="whether node or program is wrong is told by the repeat"),),
         )
     return _rerun_answer(case, now, first)
@@ -238,16 +231,15 @@ def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
     # the question is the attempt's before this one: an older 16 was answered, or its answer was lost
     before = case.evidence.past[-1] if case.evidence.past and case.evidence.past[-1].exit_code == 16 else None
     if gone.error_class == "instability" or "correct result" in gone.last_words.lower():
-        return Verdict(
-            key=f"exit:{now.plan.attempt}",
+        return on_exit(
+            now,
+            at,
             kind=Kind.DATA_OR_OPTIMIZER,
             scope=Scope.TRAIN_STEP,
             rule="rerun_same_everywhere",
             because="the unexpected result is the same on another node (exit 17): the program or the data, no node",
             confidence=Confidence.HIGH,
-            stops=True,
             hold=True,
-            evidence=exits(now, at),
             rejected=(Rejected(alternative="hardware", why="two nodes agree"),),
         )
     # a second rerun speaks of the node that ran the first one, a rerun in place of its own
@@ -255,8 +247,9 @@ def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
     if culprit is None:
         return _rerun_of_nobody(now, at)
     spoiled = doubtful(case.evidence, culprit, at.seq)
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        at,
         kind=Kind.HARDWARE_FAULT,
         scope=Scope.NODE,
         rule="rerun_differs",
@@ -269,23 +262,20 @@ def _rerun_answer(case: Case, now: AttemptFacts, at: ExitFact) -> Verdict:
         rank=gone.rank,
         convicts=True,
         drains=True,
-        stops=True,
-        evidence=exits(now, at),
         rejected=(Rejected(alternative="program", why="the same input gave two results"),),
     )
 
 
 def _rerun_of_nobody(now: AttemptFacts, at: ExitFact) -> Verdict:
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        at,
         kind=Kind.AMBIGUOUS,
         scope=Scope.TRAIN_STEP,
         rule="rerun_without_first",
         because="a second rerun gave another result (exit 17), but this run has seen no exit 16: the node that ran the "
         "first one is not known, and the one that repeated it is not to blame",
         confidence=Confidence.LOW,
-        stops=True,
-        evidence=exits(now, at),
         rejected=(NO_HARDWARE,),
     )
 

@@ -17,6 +17,7 @@ from typing import Final
 from outlast.reliability.evidence import AttemptFacts, Evidence, ExitFact, Failure
 from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
 from outlast.reliability.policy import Case, Finding
+from outlast.reliability.verdict_shapes import NO_HARDWARE, on_exit
 
 NOT_AS_SAVED: Final = "NotAsSaved"
 """Whole by every hash, but the values that came out of it are not the ones that went in."""
@@ -28,18 +29,12 @@ CHECKPOINT_ERRORS: Final = (
     "CheckpointingException",
     "CheckpointException",
 )
-NO_HARDWARE: Final = Rejected(alternative="hardware", why="no kernel line blames a node of this attempt")
 SUSPICIONS: Final = frozenset({48, 63, 64, 92, 94, 95, 140})
 """XIDs that tell of a GPU whose memory goes wrong, some of them long before it is convicted."""
 SPOILS: Final = frozenset({95})
 """XIDs after which any number of that node may be wrong, saved ones too: errors that were not contained."""
 _CHANCE: Final = (9, 15)
 """POSIX signals that anybody may send."""
-
-
-def exits(now: AttemptFacts, first: ExitFact) -> tuple[int, ...]:
-    """The primary exit's number first, then the followers'."""
-    return (first.seq, *(f.seq for f in now.exits if f.seq != first.seq))
 
 
 def error_name(exception: str) -> str:
@@ -72,17 +67,16 @@ def refused(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     step, gone = now.plan.restore_step, first.exit
     if error_name(gone.exception) == NOT_AS_SAVED:
         return _not_as_saved(case, now, first)
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        first,
         kind=Kind.CHECKPOINT_UNUSABLE,
         scope=Scope.CHECKPOINT,
         rule="load_refused",
         because=f"rank {gone.rank} could not load the checkpoint of train_step {step}: {gone.exception}",
         confidence=Confidence.HIGH,
         rank=gone.rank,
-        stops=True,
         quarantine=step if step > 0 else -1,
-        evidence=exits(now, first),
         rejected=(NO_HARDWARE,),
     )
 
@@ -92,18 +86,17 @@ def _not_as_saved(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
     step, past = now.plan.restore_step, case.evidence.past[-1:]
     again = [f for f in past if error_name(f.exception) == NOT_AS_SAVED and f.restore_step != step]
     before = f", as that of {again[0].restore_step} before it" if again else ""
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        first,
         kind=Kind.SOFTWARE_FAULT if again else Kind.CHECKPOINT_UNUSABLE,
         scope=Scope.EVERYTHING if again else Scope.CHECKPOINT,
         rule="not_as_saved_again" if again else "not_as_saved",
         because=f"what was restored from the checkpoint of train_step {step} is not what was saved{before}: "
         + ("it is how they are written or read, see `outlast doctor`" if again else first.exit.exception),
         confidence=Confidence.HIGH,
-        stops=True,
         hold=bool(again),
         quarantine=-1 if again or step <= 0 else step,
-        evidence=exits(now, first),
         rejected=(
             NO_HARDWARE,
             Rejected(alternative=f"node {first.exit.node}", why="all ranks compare one sum over all of them"),
@@ -114,16 +107,15 @@ def _not_as_saved(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
 def suspect(now: AttemptFacts, first: ExitFact, what: str) -> Verdict:
     """The same failure moved to other nodes with the checkpoint."""
     step = now.plan.restore_step
-    return Verdict(
-        key=f"exit:{now.plan.attempt}",
+    return on_exit(
+        now,
+        first,
         kind=Kind.CHECKPOINT_UNUSABLE,
         scope=Scope.CHECKPOINT,
         rule="same_failure_after_same_restore",
         because=f"{what} again within {now.reached - step} train_steps of restoring {step}, on different nodes: "
         "the checkpoint is suspect and set aside",
-        stops=True,
         quarantine=step,
-        evidence=(first.seq,),
         rejected=(NO_HARDWARE, Rejected(alternative="node", why="it moved with the checkpoint, not with the node")),
     )
 

@@ -8,6 +8,7 @@ from outlast.reliability.evidence import JobFact
 from outlast.reliability.model import Confidence, Kind, OperatorAsked, Scope, Verdict
 from outlast.reliability.node_facts import NodeFacts
 from outlast.reliability.policy import Case, Finding
+from outlast.reliability.verdict_shapes import by_will
 
 OURS = "outlast:"
 """Reasons that we wrote on a node begin with this (slurm/drain.py)."""
@@ -23,19 +24,17 @@ def asks(case: Case) -> Iterator[Finding]:
 
 def _asked(seq: int, ask: OperatorAsked) -> Verdict:
     ends = _ENDS.get(ask.what, "")
-    return Verdict(
-        key=f"ask:{seq}",
-        kind=Kind.OPERATOR_ACTION,
+    return by_will(
+        f"ask:{seq}",
+        seq,
         scope=Scope.NODE if ask.node else Scope.EVERYTHING,
         rule=f"operator_{ask.what}",
         because=f"{ask.who} asked to {ask.what}" + (f" ({ask.note})" if ask.note else "") + ": a person's will, obeyed",
-        confidence=Confidence.HIGH,
         node=ask.node,
         convicts=ask.what == "drain" and ask.node is not None,
         stops=bool(ends),
         at_checkpoint=ask.what == "drain",
         ends=ends,
-        evidence=(seq,),
     )
 
 
@@ -57,16 +56,14 @@ def jobs(case: Case) -> Iterator[Finding]:
 
 
 def _cancelled(fact: JobFact) -> Verdict:
-    return Verdict(
-        key=f"job:{fact.state.job}:{fact.seq}",
-        kind=Kind.OPERATOR_ACTION,
+    return by_will(
+        f"job:{fact.state.job}:{fact.seq}",
+        fact.seq,
         scope=Scope.ALLOCATION,
         rule="job_cancelled",
         because=f"job {fact.state.job} was cancelled: a person's will, the run is not restarted",
-        confidence=Confidence.HIGH,
         stops=True,
         ends="cancelled",
-        evidence=(fact.seq,),
     )
 
 
@@ -77,19 +74,17 @@ def drains(case: Case) -> Iterator[Finding]:
         if state is None or "drain" not in state.flags or state.reason.startswith(OURS):
             continue
         if facts.present or _in_use(case, facts):
-            yield Verdict(
-                key=f"drain:{facts.node}:{facts.state_seq}",
-                kind=Kind.OPERATOR_ACTION,
+            yield by_will(
+                f"drain:{facts.node}:{facts.state_seq}",
+                facts.state_seq,
                 scope=Scope.NODE,
                 rule="admin_drain",
                 because=f'an admin drained {facts.node} ("{state.reason or "no reason given"}"): obeyed at the next '
                 "checkpoint, the reason is left as it is",
-                confidence=Confidence.HIGH,
                 node=facts.node,
                 convicts=True,
                 stops=_in_use(case, facts),
                 at_checkpoint=True,
-                evidence=(facts.state_seq,),
             )
 
 
