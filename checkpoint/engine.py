@@ -29,10 +29,13 @@ from outlast.checkpoint.blocks import Need, need_nothing, round_up, write_blocks
 from outlast.checkpoint.commit import Reach, commit, pass_by, write_bytes, write_tracker
 from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.job import Region, Report, Room, SaveJob, name_report
+from outlast.checkpoint.local_tier import LocalTier
 from outlast.checkpoint.manifest import FileEntry
 from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.points import read_kill_point
+from outlast.checkpoint.spreading import clear_place
 from outlast.checkpoint.store import Store
+from outlast.reliability.model import Node
 
 LOOK_S: Final = 0.002
 LOOK_MAX_S: Final = 0.25
@@ -98,18 +101,23 @@ def _save(link: Link, image: memoryview, job: SaveJob, reach: Reach, need: Need 
     reach("write.begin")
     ops.make_dir(directory)  # there already; on network file systems this also makes it visible to this node
     itself = _identify(directory)
-    files = _write_shards(ops, directory, image, job, reach, need)
+    place = clear_place(directory, job.spread, [region.name for region in job.shards])
+    files = _write_shards(ops, place, image, job, reach, need)
     reach("write.done")
     if job.rank != 0:
         _leave_report(directory, job, files)
         link.report(Stage.HALFWAY)
         return
     link.report(Stage.HALFWAY)
-    files.update(_collect_reports(directory, job, deadline_s))
-    _commit(ops, directory, job, files, image, itself, reach)
+    holders = dict.fromkeys(files, job.spread.node) if job.spread else {}
+    files.update(_collect_reports(directory, job, deadline_s, holders))
+    _commit(ops, directory, job, files, holders, image, itself, reach)
     durable_s = time.monotonic() - job.began_s
     # after the commit nothing may fail the save: what is left undone, the next save or the supervisor does
     assert job.manifest is not None, "rank 0 has it"
+    if job.spread:  # no tracker, no prune: shelves tidy up, and other readers find nothing here
+        link.report(Stage.DONE, str(durable_s).encode())
+        return
     with suppress(OSError, CheckpointError):
         write_tracker(ops, Path(job.root), job.manifest.train_step)
         reach("commit.tracker")
@@ -146,20 +154,23 @@ def _identify(directory: Path) -> tuple[int, int]:
 
 def _leave_report(directory: Path, job: SaveJob, files: dict[str, FileEntry]) -> None:
     """Not synced: it is for now, and a power loss takes the save along in any case."""
-    report = msgspec.json.encode(Report(save_id=job.save_id, files=files))
+    node = job.spread.node if job.spread else Node("")
+    report = msgspec.json.encode(Report(save_id=job.save_id, files=files, node=node))
     path = directory / name_report(job.rank)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(report)
     os.rename(temporary, path)
 
 
-def _collect_reports(directory: Path, job: SaveJob, deadline_s: float) -> dict[str, FileEntry]:
-    """All other ranks' files, as their writers wrote them; the reports are gone then."""
+def _collect_reports(
+    directory: Path, job: SaveJob, deadline_s: float, holders: dict[str, Node]
+) -> dict[str, FileEntry]:
+    """All other ranks' files, as their writers wrote them, and on which node; the reports are gone then."""
     files: dict[str, FileEntry] = {}
     missing = set(range(1, job.world_size))
     began_s = time.monotonic()
     while missing:
-        arrived = {rank for rank in missing if _take_report(directory / name_report(rank), job, files)}
+        arrived = {rank for rank in missing if _take_report(directory / name_report(rank), job, files, holders)}
         missing -= arrived
         if not missing:
             break
@@ -171,7 +182,7 @@ def _collect_reports(directory: Path, job: SaveJob, deadline_s: float) -> dict[s
     return files
 
 
-def _take_report(path: Path, job: SaveJob, files: dict[str, FileEntry]) -> bool:
+def _take_report(path: Path, job: SaveJob, files: dict[str, FileEntry], holders: dict[str, Node]) -> bool:
     try:
         report = msgspec.json.decode(path.read_bytes(), type=Report)
     except FileNotFoundError:
@@ -179,6 +190,8 @@ def _take_report(path: Path, job: SaveJob, files: dict[str, FileEntry]) -> bool:
     if report.save_id != job.save_id:
         return False
     files.update(report.files)
+    if report.node:
+        holders.update(dict.fromkeys(report.files, report.node))
     path.unlink()
     return True
 
@@ -193,6 +206,7 @@ def _commit(
     directory: Path,
     job: SaveJob,
     files: dict[str, FileEntry],
+    holders: dict[str, Node],
     image: memoryview,
     itself: tuple[int, int],
     reach: Reach,
@@ -212,7 +226,10 @@ def _commit(
             f"{directory}: another save of this train_step has taken its place; not committed", path=str(directory)
         )
     manifest = msgspec.structs.replace(job.manifest, files=files, made_at_s=time.time())
-    commit(ops, directory, manifest, reach)
+    if job.spread:
+        LocalTier(Path(job.root), ops=ops).commit(manifest, holders, reach)
+    else:
+        commit(ops, directory, manifest, reach)
 
 
 def _stand_back() -> None:

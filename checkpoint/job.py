@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from outlast.checkpoint.manifest import FileEntry, Manifest
-from outlast.reliability.model import Noun
+from outlast.reliability.model import Node, Noun
 
 REPORT: Final = ".written-"
 
@@ -28,6 +28,14 @@ class Room(Noun, frozen=True, kw_only=True, tag="room"):
     """Map that much of the staging memory, before a save needs it."""
 
     image_bytes: int
+
+
+class Spread(Noun, frozen=True, kw_only=True):
+    """A local checkpoint: this rank's shards go to its own node, and only the rest to the shared directory."""
+
+    node: Node
+    shards: str
+    """The directory on this node."""
 
 
 class SaveJob(Noun, frozen=True, kw_only=True, tag="save"):
@@ -53,6 +61,7 @@ class SaveJob(Noun, frozen=True, kw_only=True, tag="save"):
     """For the shards of all ranks, from now on."""
     keep_last: int = 0
     keep: tuple[int, ...] = ()
+    spread: Spread | None = None
 
 
 class Report(Noun, frozen=True, kw_only=True):
@@ -60,6 +69,8 @@ class Report(Noun, frozen=True, kw_only=True):
 
     save_id: str
     files: dict[str, FileEntry]
+    node: Node = Node("")
+    """Where they lie, for a local checkpoint."""
 
 
 def name_report(rank: int) -> str:

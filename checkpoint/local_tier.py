@@ -13,6 +13,7 @@ without asking it. A copy's record counts only for the manifest that it names: a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,12 +24,11 @@ import msgspec
 
 from outlast.checkpoint.commit import Reach, commit, pass_by, replace_file, write_bytes
 from outlast.checkpoint.errors import NotWhole
-from outlast.checkpoint.manifest import MANIFEST, MARKER, FileEntry, Manifest, hash_bytes
-from outlast.checkpoint.names import LOCAL, name_step
+from outlast.checkpoint.manifest import MANIFEST, MARKER, Manifest, hash_bytes
+from outlast.checkpoint.names import ASIDE, LOCAL, name_step, parse_step
 from outlast.checkpoint.ops import Ops, RealOps
-from outlast.checkpoint.retention import clear_trash, plan_removal, remove_checkpoint
+from outlast.checkpoint.retention import clear_trash, plan_removal, remove_checkpoint, remove_tree
 from outlast.checkpoint.shelf_wire import Name, unsafe_name
-from outlast.checkpoint.store import Store
 from outlast.checkpoint.tiers import Tier, read_tier, write_tier
 from outlast.checkpoint.verify import read_manifest
 from outlast.reliability.model import Node, Noun
@@ -70,20 +70,23 @@ class LocalTier:
 
     def steps(self) -> tuple[int, ...]:
         """Committed ones, ascending."""
-        return Store(self.root).durable_steps()
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return ()
+        found = (parse_step(name) for name in names)
+        return tuple(sorted(step for step in found if step is not None and (self.path(step) / MARKER).is_file()))
 
-    def commit(
-        self, manifest: Manifest, parts: Mapping[str, Node], shards: Mapping[str, FileEntry], reach: Reach = pass_by
-    ) -> None:
+    def commit(self, manifest: Manifest, parts: Mapping[str, Node], reach: Reach = pass_by) -> None:
         """Make one true whose index lies in its directory and whose shards are durable on their nodes.
 
-        `manifest` has the index's files; parts.json and the shards are added.
+        `manifest` has the files of all; those in `parts` lie on the nodes. parts.json is added.
         """
         directory = self.path(manifest.train_step)
         noted = msgspec.json.encode(Parts(nodes=dict(parts)), order="deterministic")
         entry = write_bytes(self._ops, directory / PARTS, noted)
-        whole = msgspec.structs.replace(manifest, files={**manifest.files, PARTS: entry, **shards})
-        commit(self._ops, directory, whole, reach, elsewhere=frozenset(shards))
+        whole = msgspec.structs.replace(manifest, files={**manifest.files, PARTS: entry})
+        commit(self._ops, directory, whole, reach, elsewhere=frozenset(parts))
         with suppress(OSError):
             write_tier(self._ops, directory, manifest.train_step, Tier.LOCAL)
 
@@ -132,15 +135,24 @@ class LocalTier:
         return record.tier if record else Tier.LOCAL
 
     def prune(self, keep_last: int) -> tuple[int, ...]:
-        """Remove all but the newest; shelves then drop the parts."""
-        if not self.root.is_dir():
-            return ()
-        clear_trash(self._ops, self.root)
+        """Remove all but the newest, and what saves that never finished have left; shelves then drop the parts."""
         steps = self.steps()
         if not steps:
             return ()
+        clear_trash(self._ops, self.root)
         plan = plan_removal(steps, keep_last=keep_last, keep=(), verified=steps[-1])
-        return tuple(step for step in plan if remove_checkpoint(self._ops, self.root, step))
+        gone = tuple(step for step in plan if remove_checkpoint(self._ops, self.root, step))
+        for name in os.listdir(self.root):
+            step = parse_step(name)
+            if step is not None and step < steps[-1] and step not in steps:
+                remove_checkpoint(self._ops, self.root, step)
+        remove_tree(self._ops, self.root / ASIDE)  # its parts have made room on the nodes too
+        return gone
+
+    def clear(self) -> None:
+        """The run is over and its nodes are given back: no part is left anywhere."""
+        for step in self.steps():
+            remove_checkpoint(self._ops, self.root, step)
 
     def _manifest_hash(self, train_step: int) -> str:
         try:

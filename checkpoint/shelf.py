@@ -250,7 +250,7 @@ def read_kill_point() -> Reach:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     task = msgspec.json.decode(sys.argv[1], type=ShelfTask)
     secret = bytes.fromhex(Path(task.secret_file).read_text().strip())
     shelf = Shelf(task, secret, reach=read_kill_point())

@@ -34,14 +34,14 @@ from outlast.checkpoint.copying import Copying
 from outlast.checkpoint.drafting import Draft, Drafter
 from outlast.checkpoint.errors import CheckpointError, SaveFailed, StoreError
 from outlast.checkpoint.image import Image, write_now
-from outlast.checkpoint.job import Room, SaveJob
+from outlast.checkpoint.job import Room, SaveJob, Spread
 from outlast.checkpoint.manifest import SCHEMA, DataFrontier, FileEntry, Identity, Manifest
 from outlast.checkpoint.megatron_plan import add_up
 from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.points import read_kill_point
+from outlast.checkpoint.spreading import clear_place, store_of
 from outlast.checkpoint.stager import Stager, WriterProcess
 from outlast.checkpoint.staging import Budget, Counts
-from outlast.checkpoint.store import Store
 from outlast.reliability.model import Layout
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class _Flight:
     copying: Copying | None = None
     """Set until the caller has been told that the state may change."""
     manifest: Manifest | None = None
+    spread: Spread | None = None
 
 
 class Saver:
@@ -96,7 +97,6 @@ class Saver:
         if on_failure not in ("raise", "skip"):
             raise CheckpointError(f"on_failure: {on_failure!r}; expected 'raise' or 'skip'")
         self._root = Path(directory)
-        self._store = Store(self._root)
         self._keep_last, self._keep = keep_last, keep
         self._on_durable = on_durable
         self._raises = on_failure == "raise"
@@ -127,13 +127,14 @@ class Saver:
         data_frontier: DataFrontier | None = None,
         content_metadata: dict[str, Any] | None = None,
         overlap: bool = False,
+        spread: Spread | None = None,
     ) -> float:
         """Start a save of this state; returns the seconds that the train loop was held.
 
         A save still in flight is finished first. Everything that is not a ShardedTensor/ShardedObject goes to
         common.pt from rank 0. When it returns, the state may be changed freely; with overlap=True only after
         finish_copy(). data_frontier None means consumed=samples, nothing skipped. The dict itself is changed as
-        Megatron's own save changes it.
+        Megatron's own save changes it. spread: a local checkpoint, this rank's shards on its own node (local_tier.py).
         """
         began_s = time.monotonic()
         if self._flight is not None and self._budget.when_busy == "skip":
@@ -143,9 +144,10 @@ class Saver:
         self._reach("save.begin")
         flight = _Flight(
             train_step=train_step,
-            directory=self._store.path(train_step),
+            directory=store_of(self._root, spread).path(train_step),
             began_s=began_s,
             deadline_s=began_s + self._timeout_s,
+            spread=spread,
         )
         flight.manifest = Manifest(
             schema=SCHEMA,
@@ -262,7 +264,7 @@ class Saver:
         """Rank 0 makes an empty directory of that name; '' or why it could not."""
         try:
             flight.directory.parent.mkdir(parents=True, exist_ok=True)
-            moved = self._store.set_aside(flight.train_step)
+            moved = store_of(self._root, flight.spread).set_aside(flight.train_step)
             flight.directory.mkdir()
         except (OSError, StoreError) as e:
             return f"cannot make {flight.directory}: {e}"
@@ -274,7 +276,8 @@ class Saver:
         """The writer process begins, and so does the copy that it follows."""
         image, written = draft.image, dict[str, FileEntry]()
         if draft.short:
-            image, written = Image(), write_now(RealOps(), flight.directory, image)
+            place = clear_place(flight.directory, flight.spread, [region.name for region in image.regions])
+            image, written = Image(), write_now(RealOps(), place, image)
         shards = tuple(image.regions)
         job = SaveJob(
             save_id=f"{self._session}-{self.counts.begun}",
@@ -291,6 +294,7 @@ class Saver:
             timeout_s=self._timeout_s,
             keep_last=self._keep_last,
             keep=self._keep,
+            spread=flight.spread,
         )
         flight.copying = Copying(self._stager.make_room(image.size_bytes), image, self._writer.announce, self._reach)
         self._writer.hand(job)

@@ -151,6 +151,12 @@ def _saves_by_steps(run: RunFile, program: str) -> Iterator[tuple[str, str]]:
         yield "$.checkpoint.every_s", text
 
 
+def _no_local(run: RunFile, program: str) -> Iterator[tuple[str, str]]:
+    if run.tiers.local_dir:
+        text = f"{program} cannot save to its nodes yet, only the reference trainer can; expected none"
+        yield "$.tiers.local_dir", text
+
+
 def _illegal(kind: Launcher, run: RunFile) -> Iterator[tuple[str, str]]:
     why = kind.legal(run, _asked_layout(run))
     if why:
@@ -173,7 +179,7 @@ class Plain:
         return ""
 
     def complain(self, run: RunFile) -> Iterator[tuple[str, str]]:
-        yield from ()
+        yield from _no_local(run, "a plain program")
 
 
 class Reference:
@@ -235,6 +241,8 @@ class Reference:
             Given(name="micro_batch", value=micro_batch, by="layout.micro_batch"),
             Given(name="save_every", value=run.checkpoint.every_steps or None, by="checkpoint.every"),
             Given(name="checkpoint_dir", value=run.checkpoint.dir or "checkpoints", by="checkpoint.dir"),
+            Given(name="local_dir", value=run.tiers.local_dir or None, by="tiers.local_dir"),
+            Given(name="local_every", value=run.tiers.local_every_steps or None, by="tiers.local_every_steps"),
             Given(name="restore_dir", value=None, by="outlast (it chooses the checkpoint that verifies)"),
         )
 
@@ -285,6 +293,7 @@ class MegatronLm:
 
     def complain(self, run: RunFile) -> Iterator[tuple[str, str]]:
         yield from _saves_by_steps(run, "Megatron-LM")
+        yield from _no_local(run, "Megatron-LM")
         if run.task.command:
             text = "a command's steps cannot be seen; expected task.script, which is run by the same Python"
             yield "$.task.command", text

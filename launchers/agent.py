@@ -36,6 +36,7 @@ from outlast.launchers.logs import Pump
 from outlast.launchers.nest import Nest, NestError
 from outlast.launchers.node_gate import look_at_node, rank_marker
 from outlast.launchers.recorder import NODE_ENV
+from outlast.launchers.shelf_keeper import ShelfKeeper
 from outlast.launchers.successor import Successor
 from outlast.monitors.kmsg import KernelLog
 from outlast.reliability.fence import FenceError, highest
@@ -248,12 +249,22 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
     election = _election(run_dir, me.node, link, run.limits.lease_s, successor)
     end_on_signals(agent)
     talking = [asyncio.create_task(_again(part)) for part in (link.run, election.run)]
-    code = await agent.work()
+    shelf = _shelf(run_dir, run, me, keeper)
+    code = await agent.work(*(shelf.keep(),) if shelf else ())
+    if shelf:
+        shelf.close()
     if code == 0:
         await _until(lambda: not successor.alive, LAST_WORD_S)  # the run's last supervisor may be our own child
     await _part(link, talking)
     await asyncio.to_thread(pump.close, 2.0)
     return code
+
+
+def _shelf(run_dir: RunDir, run: RunFile, me: Introduction, keeper: Keeper) -> ShelfKeeper | None:
+    if not run.tiers.local_dir:
+        return None
+    topology = os.environ.get("SLURM_TOPOLOGY_ADDR", "")
+    return ShelfKeeper(run_dir, run, me.node, me.address, keep=keeper.helpers.add, topology=topology)
 
 
 def _election(run_dir: RunDir, me: Node, link: AgentLink, lease_s: float, successor: Successor) -> Election:

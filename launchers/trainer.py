@@ -119,9 +119,12 @@ class Training:
         term: list[int],
         faults: tuple[Fault, ...],
     ) -> None:
-        from outlast.launchers import trainer_data, trainer_model, trainer_state
+        from outlast.launchers import trainer_data, trainer_model, trainer_state, trainer_tiers
 
         self.settings = settings
+        self._place = trainer_tiers.open_place(settings, env)
+        self._local_steps: set[int] = set()
+        """Saves on their way to the nodes alone."""
         self.world = world
         self.recorder = recorder
         self._term = term
@@ -149,15 +152,14 @@ class Training:
         self._finish()
 
     def _restore(self) -> None:
-        from outlast.launchers import trainer_state
+        from outlast.launchers import trainer_state, trainer_tiers
 
         if self.settings.restore_dir is None:
             return
         self._enter("load")
         started_s = time.monotonic()
-        self.progress = trainer_state.load_state(
-            self.settings.restore_dir, self.trainee, self.world, self.facts, self._prints
-        )
+        path = trainer_tiers.settle_restore(self.settings.restore_dir, self._place, self.world)
+        self.progress = trainer_state.load_state(path, self.trainee, self.world, self.facts, self._prints)
         took_s = time.monotonic() - started_s
         count = self._prints.compared if self._prints else 0
         compared = f"{count} tensors as saved" if count else "not compared with fingerprints"
@@ -219,10 +221,14 @@ class Training:
         if self._saver is None:
             return 0.0
         self._saver.poll()
-        every = self.settings.save_every
-        at_end = self.progress.train_step >= self.settings.train_steps
-        if not (stop or (every and (at_end or self.progress.train_step % every == 0))):
-            return 0.0
+        every, step = self.settings.save_every, self.progress.train_step
+        at_end = step >= self.settings.train_steps
+        spread = None
+        if not (stop or (every and (at_end or step % every == 0))):
+            if self._place is None or not self.settings.local_every or step % self.settings.local_every:
+                return 0.0
+            spread = self._place.spread(step)
+            self._local_steps.add(step)
         self._enter("save")
         restored = self.settings.restore_dir
         hold_s = trainer_state.save_state(
@@ -234,6 +240,7 @@ class Training:
             parents=(restored.name,) if restored else (),
             prints=self._prints,
             root=self.settings.checkpoint_dir or Path(),
+            spread=spread,
         )
         return hold_s
 
@@ -272,6 +279,10 @@ class Training:
             self.recorder.phase(phase)
 
     def _on_durable(self, train_step: int, hold_s: float, durable_s: float) -> None:
+        if train_step in self._local_steps:
+            self._local_steps.discard(train_step)
+            self._say(f"local checkpoint {train_step} on its nodes ({durable_s:.2f} s)")
+            return
         self.recorder.checkpoint_durable(train_step, durable_s)
         self._say(f"checkpoint {train_step} durable ({durable_s:.2f} s)")
 

@@ -44,6 +44,10 @@ class Settings:
     seed: int = 1234
     save_every: int = 0
     """0: only when asked to stop."""
+    local_dir: str = ""
+    """A directory of each node's own for local checkpoints; %n is the node's name. '' : none."""
+    local_every: int = 0
+    """Local checkpoints between the others, in train_steps."""
     dropout: float = 0.0
     overlap: bool = False
     """Overlap gradient reduction and parameter gathering with compute, in small buckets."""
@@ -65,7 +69,7 @@ def parse_settings(argv: Sequence[str]) -> Settings:
         elif field.type == "bool":
             parser.add_argument(flag, action="store_true")
         else:
-            kind = {"int": int, "float": float, "Path | None": Path}[str(field.type)]
+            kind = {"int": int, "float": float, "str": str, "Path | None": Path}[str(field.type)]
             parser.add_argument(flag, type=kind, default=field.default)
     return Settings(**vars(parser.parse_args(list(argv))))
 
@@ -93,6 +97,7 @@ def why_not(settings: Settings, world_size: int) -> str:
         # experts are not split over tp here (megatron's expert_tensor_parallel_size 1), so ep divides tp x dp
         ((s.tp * dp) % s.ep == 0, f"ep {s.ep} does not divide tp x dp = {s.tp * dp}"),
         (not s.save_every or s.checkpoint_dir is not None, "--save-every without --checkpoint-dir"),
+        (not s.local_every or bool(s.local_dir), "--local-every without --local-dir"),
         (s.experts == 0 or s.experts >= 2, "experts: give 0 (dense) or at least 2, the router picks two"),
     )
     for holds, otherwise in checks:

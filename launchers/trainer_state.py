@@ -21,12 +21,14 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject  # type: ignore[import-untyped]
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # type: ignore[import-untyped]
 
+from outlast.checkpoint.job import Spread
 from outlast.checkpoint.live_prints import LivePrints, check_after_restore
 from outlast.checkpoint.manifest import Identity
 from outlast.checkpoint.names import name_step
 from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.prints import Prints, write_prints
 from outlast.checkpoint.reader import load, load_common
+from outlast.checkpoint.spreading import store_of
 from outlast.checkpoint.writer import Saver
 from outlast.launchers.megatron_fixes import settle_parameters
 from outlast.launchers.trainer_args import Settings, TrainerError
@@ -103,10 +105,12 @@ def save_state(
     parents: tuple[str, ...] = (),
     prints: LivePrints | None = None,
     root: Path = Path(),
+    spread: Spread | None = None,
 ) -> float:
     """Start saving; returns the seconds that training was held. Collective. The state may change once it returns.
 
     With `prints`, fingerprints of the state are stored beside the manifest, below `root`, the saver's directory.
+    spread: to the nodes alone.
     """
     began_s = time.monotonic()
     settle_parameters(trainee.wrapped)
@@ -128,9 +132,10 @@ def save_state(
         pins={"data": facts.data},
         parents=parents,
         content_metadata=dict(_FORMAT),
+        spread=spread,
     )
     if taken and world.env.rank == 0 and saver.in_flight == progress.train_step:
-        _store_prints(taken, root)
+        _store_prints(taken, store_of(root, spread).directory)
     return time.monotonic() - began_s
 
 

@@ -128,11 +128,26 @@ def _check_tiers(run: RunFile) -> list[Complaint]:
     elif url is not None and "@" in url["place"]:
         text = "holds a user or a key; expected the plain URL: keys come from the environment or a file of mode 0600"
         found.append(Complaint(path="$.tiers.remote_url", text=text))
-    if tiers.local_dir or tiers.local_every_steps:
-        text = "local checkpoints are not taken by this version yet; expected none"
-        name = "local_dir" if tiers.local_dir else "local_every_steps"
-        found.append(Complaint(path=f"$.tiers.{name}", text=text))
+    found += [Complaint(path=f"$.tiers.{name}", text=text) for name, text in _check_local(run) if text]
     return found
+
+
+def _check_local(run: RunFile) -> tuple[tuple[str, str], ...]:
+    tiers, every = run.tiers, run.checkpoint.every_steps
+    if not tiers.local_dir:
+        alone = "of no use without local_dir; expected 0, or a directory of each node's own in local_dir"
+        return (("local_every_steps", alone if tiers.local_every_steps else ""),)
+    place = ""
+    if not tiers.local_dir.startswith("/"):
+        place = f"{tiers.local_dir} is no path from the root; expected one that each node has of its own"
+    elif run.cluster.kind == "local" and "%n" not in tiers.local_dir:
+        place = "all nodes of the local cluster are this machine; expected a path with %n, the node's name"
+    steps = ""
+    if not tiers.local_every_steps:
+        steps = "0 takes none; expected a number of train_steps, less than checkpoint.every"
+    elif 0 < every <= tiers.local_every_steps:
+        steps = f"{tiers.local_every_steps} is no less than checkpoint.every_steps {every}; expected less"
+    return ("local_dir", place), ("local_every_steps", steps)
 
 
 def _check_rest(run: RunFile) -> list[Complaint]:
@@ -180,6 +195,11 @@ def describe(run: RunFile) -> tuple[str, ...]:
         lines.append(
             f"from the second attempt on as often as it pays: every {render_duration(every.every_min_s)} to "
             f"{render_duration(every.every_max_s)}, by what saves cost and how often attempts fail"
+        )
+    if run.tiers.local_dir:
+        lines.append(
+            f"between them one every {run.tiers.local_every_steps} train_steps on the nodes ({run.tiers.local_dir}), "
+            "with a copy on another node"
         )
     if run.tiers.remote_url:
         nth = "each" if run.tiers.remote_every == 1 else f"one of {run.tiers.remote_every}"

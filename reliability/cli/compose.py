@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast.reliability.catalogue import Catalogue
 from outlast.reliability.clock import SteadyClock
@@ -24,6 +25,10 @@ from outlast.reliability.site_policy import RunPolicy
 from outlast.reliability.supervise import supervise
 from outlast.reliability.switchboard import Switchboard
 from outlast.reliability.wire import RankStack
+
+if TYPE_CHECKING:
+    from outlast.checkpoint.remote import Remote
+    from outlast.checkpoint.tiered import Near
 
 QUIET_S = 0.3
 """The same fault on many nodes is written within this: less than a death settles, and than a second to the drain."""
@@ -149,14 +154,33 @@ def make_store(run_dir: RunDir, run: RunFile) -> CheckpointStore:
     from outlast.checkpoint.store import Store
 
     root = Path(run.checkpoint.dir) if run.checkpoint.dir else run_dir.checkpoints
-    if not run.tiers.remote_url:
+    if not run.tiers.remote_url and not run.tiers.local_dir:
         return Store(root)
-    from outlast.checkpoint.objects import FsspecObjects
-    from outlast.checkpoint.remote import Remote
     from outlast.checkpoint.tiered import TieredStore
 
+    return TieredStore(root, near=make_near(run_dir, root) if run.tiers.local_dir else None, far=make_far(run_dir, run))
+
+
+def make_near(run_dir: RunDir, checkpoints: Path) -> Near:
+    """The nodes' tier, asked from wherever the supervisor is."""
+    from outlast.checkpoint.local_tier import LocalTier
+    from outlast.checkpoint.shelf_roster import Roster
+    from outlast.checkpoint.tiered import Near
+    from outlast.launchers.tier_places import shelves_of
+
+    secret = bytes.fromhex(run_dir.secret.read_text().strip())
+    roster = Roster(folder=shelves_of(run_dir), secret=secret, me=Node("supervisor"))
+    return Near(local=LocalTier(checkpoints), roster=roster)
+
+
+def make_far(run_dir: RunDir, run: RunFile) -> Remote | None:
+    if not run.tiers.remote_url:
+        return None
+    from outlast.checkpoint.objects import FsspecObjects
+    from outlast.checkpoint.remote import Remote
+
     # below the run's own name: two runs of one run file must not restore each other's
-    return TieredStore(root, Remote(FsspecObjects(f"{run.tiers.remote_url.rstrip('/')}/{run_dir.name}")))
+    return Remote(FsspecObjects(f"{run.tiers.remote_url.rstrip('/')}/{run_dir.name}"))
 
 
 def find_suspect(stacks: Sequence[RankStack]) -> tuple[Rank | None, str]:

@@ -140,8 +140,8 @@ class Site:
             entry = FileEntry(size_bytes=len(raw), xxh3_128=hash_bytes(raw))
             self.box(node).put(step, name, entry, iter([raw]))
             shards[name], parts[name] = entry, Node(node)
-        manifest = Manifest(schema=1, train_step=step, samples=step, layout=Layout(), files=index)
-        self.local.commit(manifest, parts, shards)
+        manifest = Manifest(schema=1, train_step=step, samples=step, layout=Layout(), files={**index, **shards})
+        self.local.commit(manifest, parts)
         return self.local.read(step)[0]
 
     def bring(self, node: str, step: int) -> Path:

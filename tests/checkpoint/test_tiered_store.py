@@ -78,7 +78,7 @@ def far(tmp_path: Path) -> FsspecObjects:
 
 @pytest.fixture
 def store(root: Path, tmp_path: Path) -> TieredStore:
-    return TieredStore(root, Remote(far(tmp_path)))
+    return TieredStore(root, far=Remote(far(tmp_path)))
 
 
 def chosen(store: CheckpointStore, *quarantined: int) -> int:
@@ -114,7 +114,7 @@ def test_a_broken_copy_is_passed_over_with_its_reason(store: TieredStore, root: 
 
 
 def test_silence_is_no_proof_that_there_is_nothing(root: Path) -> None:
-    silent = TieredStore(root, Remote(Silent()))
+    silent = TieredStore(root, far=Remote(Silent()))
     choice = silent.choose(quarantined=())
     assert choice.restore is not None and choice.restore.train_step == 30
     assert "no answer" in choice.passed_over[0].why and choice.passed_over[0].unfinished
@@ -125,4 +125,4 @@ def test_silence_is_no_proof_that_there_is_nothing(root: Path) -> None:
 
 
 def test_without_anything_anywhere_the_answer_is_none(tmp_path: Path) -> None:
-    assert TieredStore(tmp_path / "new", Remote(far(tmp_path))).choose(quarantined=()).restore is None
+    assert TieredStore(tmp_path / "new", far=Remote(far(tmp_path))).choose(quarantined=()).restore is None
