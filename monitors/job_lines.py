@@ -29,6 +29,12 @@ _TIMED_OUT: Final = re.compile(r"(?:watchdog at work(?: sequence id)?|SeqNum[=:]
 _EXCEPTION: Final = re.compile(
     r"(?:[A-Za-z_][A-Za-z0-9_]{0,80}\.){0,12}[A-Z][A-Za-z0-9_]{0,80}(?:Error|Exception)(?::|$)"
 )
+_ASKED: Final = re.compile(r"SignalException: Process [0-9]{1,10} got signal: (?:2|15)\b")
+_LAUNCHER: Final = re.compile(
+    r"failed \(exitcode: -?[1-9][0-9]{0,4}\)|^ {0,8}exitcode {0,4}: -?[1-9][0-9]{0,4}\b"
+    r"|Signal [0-9]{1,3} \(SIG[A-Z]{2,8}\) received by PID|MPI_ABORT was invoked on rank"
+    r"|(?:mpirun|mpiexec|prterun) noticed that process"
+)
 _FLUSH_STATUS: Final = 5
 """IBV_WC_WR_FLUSH_ERR: the request was flushed after an earlier error."""
 
@@ -184,7 +190,16 @@ def _timeout_key(line: str) -> tuple[str, str, str]:
 
 def read_program(line: str) -> Reading | None:
     """A rank's own error lines, by the table of rank_patterns; else any Python exception."""
-    return _known_error(line) or _python(line)
+    return _known_error(line) or _launcher(line) or _python(line)
+
+
+def _launcher(line: str) -> Reading | None:
+    """What torchrun, mpirun and their like say of a process below them: the cause stands in its own output."""
+    if _ASKED.search(line):
+        return Reading(kind="python", key="interrupted", table="rank_log", text=line[:2000])
+    if _LAUNCHER.search(line):
+        return Reading(kind="python", key="task_exit", table="rank_log", text=line[:2000])
+    return None
 
 
 def _python(line: str) -> Reading | None:

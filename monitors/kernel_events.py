@@ -48,6 +48,7 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
         "knvlink|nvidia-nvlink|NVLink",
         r"(?:knvlink|nvidia-nvlink|NVRM:.{0,60}NVLink).{0,200}(?:[Ff]atal|link (?:is )?down|failed)",
     ),
+    _row("nvrm_watchdog", "kernel", "RC watchdog: GPU is probably locked"),
     _row("nvrm_uuid", "not_xid", "NVRM: GPU at ", r"NVRM: GPU at (?:PCI:)?[0-9a-fA-F:.]{7,20}: GPU-"),
     _row(
         "nvrm_banner", "not_xid", "NVRM: loading |nvidia-modeset: Loading|Loaded the UVM driver|nvidia: module license"
@@ -71,7 +72,9 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
         "Uncorrect",
         r"AER: (?:Multiple )?Uncorrect(?:ed|able) \(Non-Fatal\) error|severity=Uncorrect(?:ed|able) \(Non-Fatal\)",
     ),
-    _row("aer_corrected", "aer", "Corrected", r"AER: (?:Multiple )?Corrected error|severity=Corrected"),
+    _row("aer_corrected", "aer", "Correct", r"AER: (?:Multiple )?Correct(?:ed|able) error|severity=Correct(?:ed|able)"),
+    _row("pcie_dpc", "aer", "DPC: ", r"DPC: .{0,40}(?:containment event|unmasked uncorrectable error)"),
+    _row("pcie_recovered", "aer", "AER", r"AER: .{0,40}device recovery successful"),
     _row(
         "aer_corrected_detail",
         "aer",
@@ -95,14 +98,23 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
     _row("pcie_width", "pcie_width", "available PCIe bandwidth, limited by"),
     _row("pcie_width", "pcie_width", "downgraded", r"LnkSta:.{0,60}downgraded"),
     # memory and CPU of the host
-    _row("edac_ue", "edac", "EDAC", r"EDAC .{0,60}\bUE\b|EDAC .{0,80}[Uu]ncorrect"),
+    _row("edac_ue", "edac", "EDAC", r"EDAC .{0,60}(?<!\b0 )\bUE\b(?! count 0\b)|EDAC .{0,80}[Uu]ncorrect"),
     _row("edac_ce", "edac", "EDAC", r"EDAC .{0,60}\bCE\b|EDAC .{0,80}[Cc]orrect"),
     _row("memory_failure", "mce", "hardware memory corruption|Uncorrected hardware memory error|Memory failure: 0x"),
     _row("memory_offline", "mce", "Soft offlin|soft offlin|corrected error threshold"),
-    _row("ghes_fatal", "mce", "event severity: fatal"),
+    # only what is numbered happens now: the firmware's record of the boot before is printed without a number
+    _row("ghes_fatal", "mce", "event severity: fatal", r"\{[0-9]{1,9}\}\[Hardware Error\]: event severity: fatal"),
+    _row("boot_record", "mce", "event severity: fatal|BERT: Error records from previous boot"),
     _row("ghes_recoverable", "mce", "event severity: recoverable|event severity: corrected|event severity: info"),
     _row("thermal_end", "kernel", "temperature/speed normal|temperature is back to normal"),
     _row("cpu_throttled", "kernel", "temperature above threshold"),
+    # the bank's status: its first digit has bit 2 (UC) set where the error could not be corrected
+    _row(
+        "mce_corrected",
+        "mce",
+        "Machine Check",
+        r"Machine Check(?: Exception)?: [0-9a-f]{1,4} Bank [0-9]{1,3}: [89cd][0-9a-f]{15}\b",
+    ),
     _row("mce", "mce", "Machine Check", r"Machine Check(?: Exception|: )|Machine Check Exception"),
     _row("mce_corrected", "mce", "Machine check events logged"),
     _row("mce_detail", "mce", "HANDLING MCE MEMORY ERROR", r"EDAC.{0,40}HANDLING MCE"),
@@ -118,7 +130,11 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
     ),
     _row("hung_task", "kernel", "blocked for more than", r"task .{1,80} blocked for more than [0-9]{1,9} seconds"),
     _row("kernel_panic", "kernel", "Kernel panic - not syncing"),
-    _row("kernel_oops", "kernel", "BUG: unable to handle|kernel BUG at|Oops: |general protection fault, "),
+    _row(
+        "kernel_oops",
+        "kernel",
+        "BUG: unable to handle|BUG: kernel NULL pointer|kernel BUG at|Oops: |general protection fault, ",
+    ),
     # memory limits
     _row("oom_job", "oom", "Memory cgroup out of memory"),
     _row("oom_node", "oom", "Out of memory: Kill"),
@@ -134,14 +150,16 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
     _row(
         "nic_health",
         "nic",
-        "health compromised|Fatal error|fatal error|unrecoverable|internal error",
-        r"mlx[45]_core.{0,120}(?:health compromised|[Ff]atal error|unrecoverable|internal error)",
+        "health compromised|Fatal error|fatal error|unrecoverable|internal error|health recovery",
+        r"mlx[45]_core(?!.{0,160}(?:Health issue observed.{0,120}severity\([3-9]\)|status internal error))"
+        r".{0,120}(?:health compromised|[Ff]atal error|unrecoverable|internal error|health recovery .{0,20}fail)",
     ),
     _row(
         "nic_timeout",
         "nic",
         "mlx5|bnxt_en|irdma|hfi1|NETDEV WATCHDOG",
-        r"(?:mlx5|bnxt_en|irdma|hfi1).{0,160}(?:timeout|timed out)|NETDEV WATCHDOG.{0,120}timed out",
+        r"(?:mlx5|bnxt_en|irdma|hfi1).{0,160}(?:timeout|timed out|handling bad device|status internal error)"
+        r"|NETDEV WATCHDOG.{0,120}timed out",
     ),
     _row("nic_power", "nic", "insufficient power", r"mlx[45]"),
     _row(
@@ -159,7 +177,7 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
     _row(
         "nic_module",
         "nic",
-        "ort module event|Health issue observed|High Temperature|high temperature",
+        "ort module event|Health issue observed|High Temperature|High temperature|high temperature",
         r"mlx[45].{0,160}(?:[Pp]ort module event\[error\]|Health issue|[Hh]igh [Tt]emperature)",
     ),
     _row(
@@ -175,7 +193,7 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
         rf"{_PORT}[Ll]ink (?:is )?(?:up|Up)",
     ),
     # shared file systems
-    _row("lustre_evicted", "lustre", "Lustre", r"Lustre.{0,300}(?:was evicted|evicting|client was evicted)"),
+    _row("lustre_evicted", "lustre", "Lustre", r"Lustre.{0,300}(?:was evicted|evicting|[Ee]victed from (?!MGS))"),
     _row(
         "lustre_back", "lustre", "Lustre", r"Lustre.{0,300}(?:Connection restored|recovery is complete|Recovery over)"
     ),
@@ -183,8 +201,8 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
         "lustre_stall",
         "lustre",
         "Lustre|LNetError",
-        r"(?:LustreError|Lustre|LNetError): .{0,400}"
-        r"(?:failed|timed out|lost|slow|not available|error|down|retry|refused)",
+        r"(?:LustreError|LNetError): |Lustre: .{0,400}"
+        r"(?:failed|timed out|lost|slow|not available|error|down|retry|refused|Evicted)",
     ),
     _row(
         "nfs_lost",
@@ -194,15 +212,24 @@ KERNEL_EVENTS: Final[tuple[EventPattern, ...]] = (
     ),
     _row("nfs_stall", "nfs", "not responding", r"nfs4?: server \S{1,255} not responding"),
     _row("nfs_back", "nfs", "nfs", r"nfs4?: server \S{1,255} OK"),
-    _row("gpfs_lost", "gpfs", "mmfs|GPFS", r"(?:mmfs|GPFS).{0,200}(?:expel|unmounted|Unmount|lost membership|panic)"),
-    _row("gpfs_stall", "gpfs", "mmfs|GPFS", r"(?:mmfs|GPFS).{0,200}(?:wait|lease|disk .{0,40}(?:fail|down)|Reconnect)"),
+    _row(
+        "gpfs_lost",
+        "gpfs",
+        "mmfs|GPFS",
+        r"(?:mmfs|GPFS).{0,200}(?:expel|unmounted|Unmount|lost membership|panic|shutting down abnormally)",
+    ),
+    _row(
+        "gpfs_stall", "gpfs", "mmfs|GPFS", r"(?:mmfs|GPFS).{0,200}(?:wait|lease|[Dd]isk .{0,40}(?:fail|down)|Reconnect)"
+    ),
     # local disks
+    _row("disk_degraded", "kernel", "md/raid", r"md/raid(?:1|4|5|6|10):.{0,120}Disk failure .{0,60}disabling device"),
     _row(
         "disk_array",
         "kernel",
         "md/raid|Disk failure on",
         r"md/raid.{0,120}Disk failure",
     ),
+    _row("disk_timeout", "kernel", "nvme", r"nvme.{0,40}I/O (?:tag )?[0-9]{1,6}.{0,60}timeout"),
     _row(
         "fs_readonly",
         "kernel",

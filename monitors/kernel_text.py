@@ -65,6 +65,12 @@ _UNIX: Final = re.compile(r"(1[0-9]{9}\.[0-9]{1,9}) ")
 _CLOCK: Final = re.compile(r"[0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})? {1,3}")
 _HOST_TAG: Final = re.compile(r"(?:([^\s:]{1,255}) )?([A-Za-z_(][^\s:\[]{0,63})(?:\[([0-9]{1,10})\])?: ?")
 _KERNEL_TAG: Final = re.compile(r"(?:([^\s:\[\]]{1,255}) )?kernel: ?")
+_GATHERED: Final = re.compile(
+    r"(?!kernel:|NVRM:)([A-Za-z0-9][A-Za-z0-9._-]{0,254}): {1,2}"
+    r"(?=\[ {0,12}[0-9]{1,12}\.[0-9]|\[[A-Z][a-z]{2} |NVRM: |nvidia-nvswitch[0-9]|kernel: |<[0-9]{1,3}>"
+    r"|[A-Z][a-z]{2} {1,2}[0-9]{1,2} [0-9]{2}:|[0-9]{4}-[0-9]{2}-[0-9]{2}T)"
+)
+"""As pdsh and clush put the node's name before what it printed."""
 _REPEATED: Final = re.compile(r"message repeated ([0-9]{1,6}) times: ?\[ ?(.*?)\]?$", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\x([0-9a-fA-F]{2})")
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -197,6 +203,7 @@ _STEPS: Final[tuple[tuple[re.Pattern[str], Callable[[_Parts, re.Match[str]], Non
     (_UNIX, _take_unix),
     (_CLOCK, lambda p, m: None),
     (_KERNEL_TAG, lambda p, m: setattr(p, "node", m[1] or p.node)),
+    (_GATHERED, lambda p, m: setattr(p, "node", p.node or m[1])),
 )
 
 

@@ -23,6 +23,8 @@ BLOCK_CHARS: Final = 1 << 20
 _RANK_PREFIX: Final = re.compile(r"\[?(?:rank|default|trainer)_?[0-9]{1,6}\]?:")
 _COMPANION_13: Final = re.compile(r"Graphics Exception: (?:ESR|Shader Program Header)")
 _COMPANION_SXID: Final = re.compile(r"^(?:Data \{|Severity [0-9])")
+_QUOTED: Final = re.compile(r"audit(?:: |\()|[A-Za-z_(][^\s:\[]{0,63}\[[0-9]{1,10}\]: ")
+"""The kernel's audit record of a user's words, or what a program with this name and pid prints."""
 _TRUNCATED_XID: Final = re.compile(r"NVRM: {0,3}Xid\b|SXid \(PCI")
 
 _TOOLS: Final[tuple[Callable[[str], Reading | None], ...]] = (
@@ -74,6 +76,8 @@ class LineReader:
 
     def _xid(self, line: KernelLine) -> Reading | None:
         text = line.text
+        if ("Xid" in text or "fallen off" in text) and _QUOTED.match(text):
+            return Reading(kind="not_xid", key="program_text", node=line.node, text=text[:2000])
         found = self._lost.find(text) or find_xid(text, short_forms=True)
         if found is None:
             if _TRUNCATED_XID.search(text) and "SXid" not in text:

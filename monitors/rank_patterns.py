@@ -62,7 +62,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         "gpu_app_fault",
         r"illegal memory access|device-side assert|misaligned address|illegal instruction was encountered"
         r"|unspecified launch failure|cudaErrorIllegalAddress|cudaErrorAssert|launch timed out and was terminated"
-        r"|invalid program counter|an illegal address",
+        r"|invalid program counter|an illegal address|block: \[[0-9, ]{1,40}\], thread: \[[0-9, ]{1,40}\] Assertion",
     ),
     _row(
         "cuda_other", "gpu_app_fault", r"CUDA error: |CUDA driver error|CUBLAS_STATUS_|CUDNN_STATUS_|cuda runtime error"
@@ -77,7 +77,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     _row(
         "shm_full",
         "app_exception",
-        r"out of shared memory|is killed by signal: Bus error|No space left on device.{0,80}/dev/shm",
+        r"out of shared memory|insufficient shared memory|is killed by signal: Bus error"
+        r"|No space left on device.{0,80}/dev/shm",
     ),
     # collective time-outs: nearly always the waiting side
     _row(
@@ -86,7 +87,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         r"Watchdog caught collective operation timeout|watchdog got stuck for|detected by watchdog at work"
         r"|dump signal due to a collective timeout|Observed flight recorder dump signal|First PG on this rank to signal"
         r"|collective operation timeout|Timed out waiting [0-9]{1,10} ?ms for (?:recv|send|a)"
-        r"|Some NCCL operations have failed or timed out"
+        r"|Some NCCL operations have failed or timed out|Timeout at NCCL work|no heartbeat of its watchdog"
+        r"|ProcessGroupNCCL watchdog hang|we are taking the entire process down"
         r"|[Ww]ait timeout after [0-9]{1,10} ?ms|DistStoreError: Timed out"
         r"|Timed out after [0-9]{1,8} seconds waiting for clients"
         r"|Rank [0-9]{1,6} failed to pass monitoredBarrier|failed to pass monitoredBarrier in [0-9]{1,10} ?ms",
@@ -107,7 +109,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         "nccl_net",
         "nccl_net_error",
         r"Got completion (?:from|with)|unhandled system error|ncclSystemError"
-        r"|NET/IB ?:.{0,80}(?:error|Error|failed)|ibv_\w{2,30} failed",
+        r"|NET/IB ?:.{0,80}(?:error|Error|failed)|ibv_\w{2,30} failed"
+        r"|UCX {1,4}ERROR .{0,200}(?:retry count exceeded|[Tt]imed? ?out|unreachable|endpoint)",
     ),
     _row(
         "nccl_internal",
@@ -128,7 +131,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         "crash",
         "app_exception",
         r"Segmentation fault|Fatal Python error|\bSIGSEGV\b|\bSIGABRT\b|\bSIGBUS\b|core dumped|terminate called"
-        r"|double free or corruption|stack smashing detected|Illegal instruction$|Bus error$",
+        r"|double free or corruption|stack smashing detected|Illegal instruction$|Bus error$"
+        r"|^(?:malloc|realloc|free|munmap_chunk|malloc_consolidate)\(\): |^corrupted (?:size|double-linked list)",
     ),
     _row("interrupted", "app_exception", r"^KeyboardInterrupt\b"),
 )

@@ -51,6 +51,9 @@ NEEDLES: Final[tuple[bytes, ...]] = tuple(
         # network, file systems, disks
         *(
             "mlx",
+            "DPC: ",
+            "nvme",
+            "BERT",
             "ink is ",
             "ink down",
             "ink up",
@@ -75,7 +78,10 @@ NEEDLES: Final[tuple[bytes, ...]] = tuple(
         ),
         *("Traceback", "SIG", "smashing", "bad_alloc", "ut Of Mem", "quota", "o space left", "llegal"),
         *("launch failure", "misaligned", "device-side", "CUBLAS", "CUDNN", "ncclInv", "is killed by", "ransport end"),
-        *("ead-only file",),
+        *("ead-only file", "taking the entire", "UCX", "alloc(): ", "free(): ", "_chunk(): ", "idate(): ", "orrupted "),
+        *("exitcode", "noticed that process", "MPI_ABORT", "ailed (exit", "got signal", "] Assertion"),
+        # as a collector may have rewritten it: in another case, or its message as numbers
+        *("xid", "XID", '"MESSAGE":[', '"MESSAGE": [', '"MESSAGE" : ['),
     )
 )
 

@@ -37,6 +37,11 @@ _XID_BARE: Final = re.compile(
 _XID_SHORT: Final = re.compile(
     r"\bXid {1,2}(?P<code>[0-9]{1,6}) \(?PCI:(?P<pci>[0-9a-fA-F:.]{3,24})\)?(?P<rest>.{0,4096})", re.DOTALL
 )
+_OTHER_CASE: Final = re.compile(
+    r"\b(?:nvrm(?=: {0,3}xid\b)|xid(?=:? {0,2}\()|(?<=\()pci(?=:[0-9a-f]{4}))", re.IGNORECASE
+)
+"""A collector on the way may have changed the case."""
+_AS_PRINTED: Final = {"nvrm": "NVRM", "xid": "Xid", "pci": "PCI"}
 _SXID: Final = re.compile(
     r"nvidia-nvswitch(?P<index>[0-9]{1,3}): SXid \(PCI:(?P<pci>[0-9a-fA-F:.]{3,24})\): (?P<code>[0-9]{1,6})(?![0-9])"
     r"(?P<rest>.{0,4096})",
@@ -119,7 +124,9 @@ def normalise_pci(text: str) -> str | None:
 def find_xid(text: str, *, short_forms: bool = False) -> XidFound | None:
     """The XID of this message, or None. `short_forms`: also as people retype it (`Xid 31 PCI:0000:f0:00`)."""
     if "Xid" not in text:
-        return find_bus_loss(text) if "fallen off the bus" in text else None
+        if not _OTHER_CASE.search(text):
+            return find_bus_loss(text) if "fallen off the bus" in text else None
+        text = _OTHER_CASE.sub(lambda m: _AS_PRINTED[m[0].lower()], text)
     m = _XID.search(text) or _XID_BARE.search(text) or (_XID_SHORT.search(text) if short_forms else None)
     # `nvidia-nvswitch0: SXid (PCI` holds the same letters
     if m is None or (m.start() and text[m.start() - 1] == "S"):

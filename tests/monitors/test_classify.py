@@ -44,6 +44,64 @@ def test_every_known_line_is_right_in_one_stream() -> None:
     assert not wrong
 
 
+BUS_LOSS = "NVRM: Xid (PCI:0000:4b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "",
+        "<4>",
+        "[ 8812.004211] ",
+        "[Tue Mar  4 02:11:09 2025] ",
+        "kern  :warn  : [ 8812.004211] ",
+        "kern  :warn  : [Tue Mar  4 02:11:09 2025] ",
+        "kern  :err   : 2025-03-04T02:11:09,120011+01:00 ",
+        "Mar  4 02:11:09 cn-0412 kernel: ",
+        "Mar  4 02:11:09 cn-0412 kernel: [ 8812.004211] ",
+        "2025-03-04T02:11:09.120011+01:00 cn-0412 kernel: [ 8812.004211] ",
+        "<4>1 2025-03-04T02:11:09.120Z cn-0412 kernel - - - ",
+        "<4>1 2025-03-04T02:11:09.120Z cn-0412.cluster.local kernel 0 - - [ 8812.004211] ",
+        "<4>Mar  4 02:11:09 cn-0412 kernel: ",
+        "4,12011,8812004211,-;",
+        "4,12011,8812004211,-,caller=T4111;",
+        "[T4111] ",
+        "[ 8812.004211] [T4111] ",
+        "[ 8812.004211][ T4111] ",
+        "cn-0412: [ 8812.004211] ",
+        "cn-0412: Mar  4 02:11:09 cn-0412 kernel: ",
+        "Mar 04 02:11:09 cn-0412 kernel: ",
+        "2025-03-04 02:11:09 cn-0412 kernel: ",
+        "2025-03-04T02:11:09+0100 cn-0412 kernel: ",
+        "cn-0412: ",
+        "cn-0412 kernel: ",
+        "kernel: ",
+        "Tue 2025-03-04 02:11:09 CET cn-0412 kernel: ",
+        "Mar  4 02:11:09.120011 cn-0412 kernel: ",
+        "<0>",
+        "[  +0.000012] ",
+        "[Mar 4 02:11] ",
+    ],
+)
+@pytest.mark.parametrize("end", ["", "\r"])
+def test_a_line_is_read_whatever_wrote_it(prefix: str, end: str) -> None:
+    (row,) = classify_lines([prefix + BUS_LOSS + end], LineReader(), CATALOGUE)
+    assert (row.code, row.gpu, row.class_, row.action) == (79, "0000:4b:00", "gpu_bus_loss", "drain_reboot")
+    assert row.node in (None, "cn-0412", "cn-0412.cluster.local") and (row.node is None) == ("cn-0412" not in prefix)
+
+
+@pytest.mark.parametrize("message", [BUS_LOSS, list(BUS_LOSS.encode())])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (",", " : ")])
+def test_a_journal_entry_is_read_with_its_message_as_text_or_as_numbers(message: object, separators: Any) -> None:
+    entry = {"__REALTIME_TIMESTAMP": "1741050669120011", "MESSAGE": message, "_TRANSPORT": "kernel", "_HOSTNAME": "n1"}
+    line = json.dumps(entry, separators=separators)
+    (row,) = classify_lines([line], LineReader(), CATALOGUE)
+    assert (row.code, row.gpu, row.node) == (79, "0000:4b:00", "n1")
+    chunk = f"{line}\n".encode()
+    (said,) = classify_stream([chunk], LineReader(), CATALOGUE, marked=marked)
+    assert json.loads(said)["code"] == 79
+
+
 PREFIXES = [
     "[1084456.074562] ",
     "kern  :err   : 2025-01-25T10:34:54,859532+00:00 ",
