@@ -110,19 +110,14 @@ def save_state(
     """Start saving; returns the seconds that training was held. Collective. The state may change once it returns.
 
     With `prints`, fingerprints of the state are stored beside the manifest, below `root`, the saver's directory.
-    spread: to the nodes alone.
+    spread: a local checkpoint.
     """
     began_s = time.monotonic()
     settle_parameters(trainee.wrapped)
     taken = prints.take(progress.train_step) if prints else None
     state = sharded_state(trainee, world, is_loading=False)
     state["rng"] = _generators(world)
-    state["outlast"] = {
-        "train_step": progress.train_step,
-        "samples": progress.samples,
-        "run": asdict(facts),
-        "ranks": _rank_grid(world),
-    }
+    state["outlast"] = _describe_save(progress, facts, world)
     saver.save(
         state,
         train_step=progress.train_step,
@@ -137,6 +132,11 @@ def save_state(
     if taken and world.env.rank == 0 and saver.in_flight == progress.train_step:
         _store_prints(taken, store_of(root, spread).directory)
     return time.monotonic() - began_s
+
+
+def _describe_save(progress: Progress, facts: RunFacts, world: World) -> dict[str, Any]:
+    steps = {"train_step": progress.train_step, "samples": progress.samples}
+    return {**steps, "run": asdict(facts), "ranks": _rank_grid(world)}
 
 
 def watch_prints(trainee: Trainee) -> LivePrints:

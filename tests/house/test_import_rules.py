@@ -199,7 +199,8 @@ IN_RANKS = _ours(
     checkpoint.fingerprint checkpoint.placing checkpoint.live_prints checkpoint.raw_bits checkpoint.tensors
     checkpoint.dcp_reader checkpoint.filling checkpoint.megatron_load
     checkpoint.comparing checkpoint.exporting launchers.megatron_cpu launchers.megatron_fixes
-    launchers.trainer launchers.trainer_data launchers.trainer_model launchers.trainer_state launchers.trainer_world
+    launchers.trainer launchers.trainer_data launchers.trainer_model launchers.trainer_state launchers.trainer_tiers
+    launchers.trainer_world
     """
 )
 """Where torch may be imported: in ranks, in the process that ranks are forked from, and where tensors are read."""
