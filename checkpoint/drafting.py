@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.image import Image
-from outlast.checkpoint.megatron_plan import Planned, Share, add_up, fill_plan, plan_anew, prepare_state
+from outlast.checkpoint.planning import fill_plan, plan_anew, prepare_state
+from outlast.checkpoint.share import Planned, Share, add_up
+from outlast.checkpoint.staged_prints import Counting, Staged
 from outlast.checkpoint.stager import Stager
 
 
@@ -31,6 +34,14 @@ class Draft:
     """Why it does not fit into this rank's staging memory; '' where it does."""
     short_ranks: int
     """How many ranks it does not fit on."""
+    counting: Counting | None
+    """How fingerprints of it are taken; None where the saver does not."""
+
+    @property
+    def staged(self) -> list[Staged]:
+        """Its tensors, in the order of the plan's."""
+        pieces = self.image.pieces[0] if self.image.pieces else []
+        return [Staged(one.at_bytes, one.data) for one in pieces if isinstance(one.data, torch.Tensor)]
 
 
 class Drafter:
@@ -65,7 +76,7 @@ class Drafter:
             moved_ranks, short_ranks = add_up(self._group, moved, bool(short))
         if moved_ranks:
             self._stager.exchange(share, image)
-        return Draft(image, short, short_ranks)
+        return Draft(image, short, short_ranks, share.planned.counting)
 
 
 def _tell_all(group: dist.ProcessGroup, words: str) -> str:

@@ -28,8 +28,8 @@ from outlast.checkpoint.blocks import round_up
 from outlast.checkpoint.commit import write_file
 from outlast.checkpoint.job import Region
 from outlast.checkpoint.manifest import FileEntry
-from outlast.checkpoint.megatron_plan import Share
 from outlast.checkpoint.ops import HashedFile, Ops
+from outlast.checkpoint.share import Share
 
 ALIGN_BYTES: Final = 64
 COMMON: Final = "common.pt"

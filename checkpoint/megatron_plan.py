@@ -17,8 +17,7 @@ from __future__ import annotations
 import copy
 import io
 import json
-import pickle
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,12 +46,11 @@ from megatron.core.dist_checkpointing.validation import (  # type: ignore[import
     determine_global_metadata,
     validate_sharding_integrity,
 )
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, DEFAULT_SUFFIX
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 
-INDEX: Final = ".metadata"
+from outlast.checkpoint.share import Planned, Share
+
 BACKEND: Final = "torch_dist"
 
 
@@ -66,29 +64,6 @@ class _Planner(FileSystemWriterAsync):  # type: ignore[misc]  # megatron has no 
         self.file_name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         # bytes before tensors, as Megatron orders them
         self.items = sorted(plan.items, key=lambda item: bool(item.type != WriteItemType.BYTE_IO))
-
-
-@dataclass(frozen=True)
-class Planned:
-    """All of a plan that does not change from save to save."""
-
-    looks: tuple[Any, ...]
-    distribution: Any
-    file_name: str
-    items: list[WriteItem]
-    index: Metadata | None
-    """The shard index without its storage part; rank 0 alone has it."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's part of one save, as the live state: it must be copied before that changes."""
-
-    planned: Planned
-    data: list[io.BytesIO | torch.Tensor]
-    """One for each of planned.items."""
-    common: bytes | None
-    """common.pt; rank 0 alone has it."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +99,7 @@ def plan_anew(prepared: Prepared, directory: Path, group: dist.ProcessGroup) -> 
     flat = _share_out(prepared, distribution, group)
     made, *_ = save_state_dict_async_plan(flat, writer, group, 0, planner=planner)
     index = made[1] if dist.get_rank() == 0 else None
-    planned = Planned(prepared.looks, distribution, writer.file_name, writer.items, index)
+    planned = Planned(prepared.looks, distribution, writer.file_name, writer.items, index, encode_format())
     return _resolve(prepared, planned, planner)
 
 
@@ -147,13 +122,6 @@ def _resolve(prepared: Prepared, planned: Planned, planner: SavePlanner) -> Shar
         data=[planner.resolve_data(item) for item in planned.items],
         common=_pickle_common(prepared.common) if dist.get_rank() == 0 else None,
     )
-
-
-def add_up(group: dist.ProcessGroup, *flags: bool) -> tuple[int, ...]:
-    """How many ranks say yes to each."""
-    counts = torch.tensor(flags, dtype=torch.int64)
-    dist.all_reduce(counts, group=group)
-    return tuple(counts.tolist())
 
 
 def _look_at(sharded: dict[str, Any]) -> tuple[Any, ...]:
@@ -183,18 +151,6 @@ def _pickle_common(common: dict[str, Any]) -> bytes:
     stream = io.BytesIO()
     torch.save(common, stream)
     return stream.getvalue()
-
-
-def pickle_index(index: Metadata, results: list[WriteResult]) -> bytes:
-    """`.metadata`: where each item of all ranks lies; the same for every save of one layout."""
-    whole = replace(
-        index,
-        version=CURRENT_DCP_VERSION,
-        storage_data={result.index: result.storage_data for result in results},
-        storage_meta=StorageMeta(),
-    )
-    whole.all_local_plans = index.all_local_plans  # type: ignore[attr-defined]  # Megatron's addition, for its cache
-    return pickle.dumps(whole)
 
 
 def encode_format() -> bytes:

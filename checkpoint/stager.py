@@ -23,7 +23,7 @@ from outlast.checkpoint.copying import Copier
 from outlast.checkpoint.engine import serve
 from outlast.checkpoint.image import Framer, Image, Piece, lay_out
 from outlast.checkpoint.job import Region, Room, SaveJob
-from outlast.checkpoint.megatron_plan import INDEX, Share, encode_format, pickle_index
+from outlast.checkpoint.share import INDEX, Share, pickle_index
 from outlast.checkpoint.staging import Staging
 
 FORMAT: Final = "metadata.json"
@@ -46,6 +46,7 @@ class Stager:
         self._places: list[WriteResult] | None = None
         """Of this rank, as all ranks' were last exchanged."""
         self._index = b""
+        self._format_file: bytes | None = None
         """Rank 0: the shard index of those places."""
 
     @property
@@ -65,6 +66,7 @@ class Stager:
         dist.gather_object(image.results, gathered, dst=0, group=self._group)
         if gathered is not None:
             assert share.planned.index is not None, "rank 0 planned it"
+            self._format_file = share.planned.format_file
             self._index = pickle_index(share.planned.index, [result for one in gathered for result in one])
         self._places = image.results
 
@@ -72,7 +74,7 @@ class Stager:
         """On rank 0, what is written after all shards."""
         if not self._index:
             return ()
-        contents = ((INDEX, self._index), (FORMAT, encode_format()))
+        contents = [(INDEX, self._index), *([(FORMAT, self._format_file)] if self._format_file else [])]
         return tuple(image.add(name, len(content), [Piece(0, content)]) for name, content in contents)
 
     def make_room(self, size_bytes: int) -> Copier:

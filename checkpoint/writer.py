@@ -7,7 +7,7 @@
 The train loop is held for one copy of the state into reused memory (staging.py), and with overlap=True for less. All
 else is done by a writer process for each rank (engine.py) that was started before, holds no lock of the trainer's and
 survives it: it writes while the copy goes on, and once all ranks have copied, the save becomes durable whoever of them
-dies. Files are what Megatron's `torch_dist` writes, and load without us.
+dies. Files are what Megatron's `torch_dist` or PyTorch's DCP writes, as the state is, and load without us.
 
 Ranks agree about a save by small sums (gloo), so that all of them see it durable, failed or late in the same poll().
 A rank that dies takes its connections along, and the others' next agreement raises: that is the attempt's end, not
@@ -36,10 +36,11 @@ from outlast.checkpoint.errors import CheckpointError, SaveFailed, StoreError
 from outlast.checkpoint.image import Image, write_now
 from outlast.checkpoint.job import Room, SaveJob, Spread
 from outlast.checkpoint.manifest import SCHEMA, DataFrontier, FileEntry, Identity, Manifest
-from outlast.checkpoint.megatron_plan import add_up
 from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.points import read_kill_point
+from outlast.checkpoint.share import add_up
 from outlast.checkpoint.spreading import clear_place, store_of
+from outlast.checkpoint.staged_prints import StagedPrints
 from outlast.checkpoint.stager import Stager, WriterProcess
 from outlast.checkpoint.staging import Budget, Counts
 from outlast.reliability.model import Layout
@@ -81,18 +82,19 @@ class Saver:
         timeout_s: float = 600.0,
         budget: Budget | None = None,
         reach: Reach | None = None,
+        fingerprints: bool = True,
     ) -> None:
         """`directory` holds `iter_%07d` and is seen by all ranks.
 
         process_group: all ranks, gloo (or able to do object collectives); None makes a gloo group of its own.
         keep_last: rank 0 prunes older checkpoints after each commit; 0 leaves that to the supervisor. keep: train_steps
         never pruned (the one restored from).
-        on_durable(train_step, hold_s, durable_s) is called on every rank, inside poll() or finish().
-        on_failure: 'raise' SaveFailed on all ranks, or 'skip': log it, keep it in `last_failure`, train on.
-        timeout_s: for writing the shards and committing.
+        on_durable(train_step, hold_s, durable_s) is called on every rank, inside poll() or finish(). on_failure:
+        'raise' SaveFailed on all ranks, or 'skip': log it, keep it in `last_failure`, train on. timeout_s: for writing
+        the shards and committing.
         budget: what a save may take of memory, and what becomes of one that does not fit; None: what the machine has
-        left, else synchronously. reach: told each point that is passed (tests);
-        None: the process ends at the point that OUTLAST_KILL_AT names, if it is set.
+        left, else synchronously. fingerprints: of DCP states, counted beside training (Megatron's: live_prints.py).
+        reach: told each point that is passed (tests); None: the process ends at the one that OUTLAST_KILL_AT names.
         """
         if on_failure not in ("raise", "skip"):
             raise CheckpointError(f"on_failure: {on_failure!r}; expected 'raise' or 'skip'")
@@ -104,23 +106,23 @@ class Saver:
         self._timeout_s = timeout_s
         self._reach = reach or read_kill_point()
         self._group = _require_all(process_group or _make_group(timeout_s))
-        self._rank = dist.get_rank()
-        self._world_size = dist.get_world_size(self._group)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size(self._group)
         self._stager = Stager(self._group, limit_bytes=self._budget.limit_bytes)
         self._writer = WriterProcess(self._stager.staging_fd, outlive_s=self._budget.outlive_s, reach=reach)
         self._session = _agree_on_session(self._group)
         self._drafter = Drafter(self._group, self._stager)
+        self._prints = StagedPrints(self._group, wanted=fingerprints)
         self._flight: _Flight | None = None
         self._last_failure = ""
         self.counts = Counts()
 
     def save(
         self,
-        sharded_state_dict: dict[str, Any],
+        state: dict[str, Any],
         *,
         train_step: int,
         samples: int,
-        layout: Layout,
+        layout: Layout | None = None,
         identity: Identity | None = None,
         pins: Mapping[str, str] | None = None,
         parents: tuple[str, ...] = (),
@@ -131,10 +133,13 @@ class Saver:
     ) -> float:
         """Start a save of this state; returns the seconds that the train loop was held.
 
-        A save still in flight is finished first. Everything that is not a ShardedTensor/ShardedObject goes to
-        common.pt from rank 0. When it returns, the state may be changed freely; with overlap=True only after
-        finish_copy(). data_frontier None means consumed=samples, nothing skipped. The dict itself is changed as
-        Megatron's own save changes it. spread: a local checkpoint, this rank's shards on its own node (local_tier.py).
+        A save still in flight is finished first. When it returns, the state may be changed freely; with overlap=True
+        only after finish_copy(). data_frontier None means consumed=samples, nothing skipped.
+
+        state: with Megatron's ShardedTensor or ShardedObject in it, one of Megatron's: all else goes to common.pt from
+        rank 0, and the dict itself is changed as Megatron's own save changes it. Else what
+        torch.distributed.checkpoint.save takes. The same kind on all ranks. layout None: all ranks data parallel.
+        spread: a local checkpoint, this rank's shards on its own node (local_tier.py).
         """
         began_s = time.monotonic()
         if self._flight is not None and self._budget.when_busy == "skip":
@@ -153,7 +158,7 @@ class Saver:
             schema=SCHEMA,
             train_step=train_step,
             samples=samples,
-            layout=layout,
+            layout=layout or Layout(dp=self._world_size),
             files={},
             identity=identity or Identity(),
             pins=dict(pins or {}),
@@ -162,7 +167,7 @@ class Saver:
             made_by=f"outlast {__version__}",
         )
         self.counts.begun += 1
-        if self._begin(flight, sharded_state_dict, content_metadata, overlap):
+        if self._begin(flight, state, content_metadata, overlap):
             self._flight = flight
         flight.hold_s = time.monotonic() - began_s
         return flight.hold_s
@@ -177,12 +182,12 @@ class Saver:
             self._flight.hold_s += held_s
         return held_s
 
-    def prepare(self, sharded_state_dict: dict[str, Any]) -> int:
+    def prepare(self, state: dict[str, Any]) -> int:
         """Plan and make room for saves of such a state before training; returns the staging bytes of this rank.
 
         Without it the first save does so, and holds the loop meanwhile.
         """
-        draft = self._drafter.draft(sharded_state_dict, self._root, None)
+        draft = self._drafter.draft(state, self._root, None)
         if not draft.short:
             self._stager.add_index(draft.image)
             self._stager.make_room(draft.image.size_bytes)
@@ -229,6 +234,7 @@ class Saver:
         if self._flight is not None and self._flight.copying is not None:
             self._flight.copying.drop()
         self._flight = None
+        self._prints.drop()
         self._writer.end()
         self._stager.close()
 
@@ -296,7 +302,9 @@ class Saver:
             keep=self._keep,
             spread=flight.spread,
         )
-        flight.copying = Copying(self._stager.make_room(image.size_bytes), image, self._writer.announce, self._reach)
+        copier = self._stager.make_room(image.size_bytes)
+        self._prints.expect(draft.counting, draft.staged, None if draft.short else copier.mapped)
+        flight.copying = Copying(copier, image, self._writer.announce, self._reach)
         self._writer.hand(job)
         if overlap:
             flight.copying.start()
@@ -310,6 +318,7 @@ class Saver:
         assert copying is not None, "it was begun"
         copying.wait()
         flight.error = copying.error
+        self._prints.begin()
         flight.deadline_s = time.monotonic() + self._timeout_s
 
     def _advance(self, *, give_up: bool) -> int | None:
@@ -335,7 +344,7 @@ class Saver:
         if stage is Stage.FAILED:
             return False, words
         if stage is Stage.DONE or (stage is Stage.HALFWAY and self._rank != 0):
-            return True, ""
+            return self._prints.is_done(), ""
         if stage is Stage.HALFWAY and (ended := self._writer.how_it_ended()):
             return False, f"the writer process {ended}"
         if give_up or time.monotonic() > flight.deadline_s:
@@ -348,6 +357,7 @@ class Saver:
         durable_s = time.monotonic() - flight.began_s
         if self._rank == 0:
             durable_s = float(self._writer.result())  # the writer's own clock: not when we happened to look
+        self._prints.store(flight.directory, flight.train_step)
         self._flight = None
         self._last_failure = ""
         self.counts.durable += 1
@@ -359,6 +369,7 @@ class Saver:
         said: list[str] = [""] * self._world_size
         self._writer.end()  # first: nothing is committed any more that was said to have failed
         dist.all_gather_object(said, words, group=self._group)
+        self._prints.drop()
         self._flight = None
         self._writer.start()
         self._fail(flight, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text))

@@ -28,6 +28,7 @@ from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.manifest import OURS, DataFrontier, FileEntry, Manifest
 from outlast.checkpoint.names import TRACKER
 from outlast.checkpoint.ops import RealOps
+from outlast.checkpoint.prints import Prints, write_prints
 
 CHUNK_BYTES: Final = 4 << 20
 ALWAYS: Final = ("common.pt", ".metadata", "metadata.json")
@@ -44,6 +45,8 @@ class Save:
 
     directory: Path
     manifest: Manifest
+    prints: Prints | None = None
+    """Stored beside the manifest, once it is committed."""
 
 
 def start(save: Save, on_durable: Callable[[int], None]) -> threading.Thread:
@@ -61,6 +64,11 @@ def _work(save: Save, on_durable: Callable[[int], None]) -> None:
         sys.stderr.write(f"outlast: {save.directory} is not committed and will not be restored: {e}\n")
         return
     step = save.manifest.train_step
+    if save.prints is not None:
+        try:
+            write_prints(RealOps(), save.directory, save.prints)
+        except OSError as e:  # without them a checkpoint is whole
+            sys.stderr.write(f"outlast: fingerprints of {save.directory} not stored: {e}\n")
     on_durable(step)
     sys.stdout.write(f"outlast: checkpoint {step} committed ({time.monotonic() - began_s:.2f} s beside training)\n")
 

@@ -20,8 +20,10 @@ from outlast import __version__
 from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.manifest import SCHEMA, Manifest
 from outlast.checkpoint.names import name_step
+from outlast.checkpoint.prints import Prints
 from outlast.checkpoint.store import Store
 from outlast.launchers import megatron_lm_commit, megatron_lm_end, recorder
+from outlast.launchers.megatron_lm_prints import LmPrints
 from outlast.launchers.megatron_lm_rerun import RESTORE_DIR_ENV
 from outlast.reliability.model import Layout
 
@@ -34,15 +36,17 @@ class Saves:
 
     def __init__(self, training: ModuleType) -> None:
         self._training = training
-        self._begun: dict[int, Manifest] = {}
+        self._begun: dict[int, tuple[Manifest, Prints | None]] = {}
+        self._prints = LmPrints()
 
-    def begin(self, iteration: int, *, persistent: bool) -> None:
+    def begin(self, iteration: int, *, persistent: bool, model: Any = None, optimizer: Any = None) -> None:
         """Before Megatron-LM touches a file. Its own collectives keep the other ranks' files behind rank 0's step."""
         megatron_lm_end.end_if_told()
         args = self._training.get_args()
         if not persistent or not args.save:
             return
-        self._begun[iteration] = _describe(args, iteration)
+        prints = None if model is None else self._prints.take(args, iteration, model, optimizer)
+        self._begun[iteration] = _describe(args, iteration), prints
         for old in sorted(self._begun)[:-KEPT]:
             del self._begun[old]
         if os.environ.get("RANK", "0") == "0":
@@ -55,17 +59,31 @@ class Saves:
         if begun is None or Path(save_dir).absolute() != directory.parent:
             return
         durable = recorder.current().checkpoint_durable
-        megatron_lm_commit.start(megatron_lm_commit.Save(directory=directory, manifest=begun), durable)
+        manifest, prints = begun
+        megatron_lm_commit.start(
+            megatron_lm_commit.Save(directory=directory, manifest=manifest, prints=prints), durable
+        )
+
+    def restored(self, model: Any, optimizer: Any) -> None:
+        """After a restore that outlast has asked for. Raises NotAsSaved on all ranks where it gave other values."""
+        directory = os.environ.get(RESTORE_DIR_ENV, "")
+        if not directory:
+            return
+        compared = self._prints.check(self._training.get_args(), Path(directory), model, optimizer)
+        if compared and os.environ.get("RANK", "0") == "0":
+            sys.stdout.write(f"outlast: restored {Path(directory).name}: {compared} tensors as saved\n")
 
 
 def hook(training: ModuleType, saved: ModuleType) -> None:
     """Follow the saves of these modules; their names were checked."""
     saves = Saves(training)
-    save, success = training.save_checkpoint, saved.on_save_checkpoint_success
+    save, load, success = training.save_checkpoint, training.load_checkpoint, saved.on_save_checkpoint_success
 
     @functools.wraps(save)
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        saves.begin(int(iteration), persistent=not kwargs.get("non_persistent_ckpt", False))
+        persistent = not kwargs.get("non_persistent_ckpt", False)
+        model, optimizer = (*args, kwargs.get("model"), kwargs.get("optimizer"))[:2]
+        saves.begin(int(iteration), persistent=persistent, model=model, optimizer=optimizer)
         return save(iteration, *args, **kwargs)
 
     @functools.wraps(success)
@@ -75,6 +93,13 @@ def hook(training: ModuleType, saved: ModuleType) -> None:
         saves.success(checkpoint_path, save_dir, int(iteration))
         return success(checkpoint_path, tracker_filename, save_dir, iteration, *args, **kwargs)
 
+    @functools.wraps(load)
+    def load_checkpoint(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(model, optimizer, *args, **kwargs)
+        saves.restored(model, optimizer)
+        return result
+
+    training.load_checkpoint = load_checkpoint  # type: ignore[attr-defined]
     training.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
     saved.on_save_checkpoint_success = on_save_checkpoint_success  # type: ignore[attr-defined]
 

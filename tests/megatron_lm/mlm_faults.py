@@ -1,6 +1,7 @@
 """Faults in a rank at an exact train_step, put in by name as outlast's own hooks are. Preloaded by the tests' runs.
 
 MLM_FAULT=kill:rank=1:step=7               SIGKILL of this rank, once a run
+          flip:rank=1:step=7               the same, and the restore after it gives one wrong bit on this rank, once
           term:rank=1:step=7               SIGTERM of this rank alone, as a scheduler sends it before a deadline
           xid:rank=0:step=7                an XID line in the node's kernel log; the rank goes on, only slowly
           hold:rank=1:step=7               the rank waits for the stop file
@@ -15,8 +16,11 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from outlast.launchers.after_import import after_import
 
@@ -46,7 +50,7 @@ def _step_now() -> int:
 
 
 def _strike(kind: str) -> None:
-    if kind == "kill":
+    if kind in ("kill", "flip"):
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "term":
         os.kill(os.getpid(), signal.SIGTERM)
@@ -85,6 +89,27 @@ def _hook_injector(module: Any) -> None:
     injector.maybe_inject = maybe_inject
 
 
+def _hook_load(module: Any) -> None:
+    """At the end of a load: on one rank one bit is not what was loaded."""
+    loaded = module.on_checkpoint_loaded
+
+    def on_checkpoint_loaded(*args: Any, **kwargs: Any) -> Any:
+        fault, _, where = os.environ.get("MLM_FAULT", "").partition(":")
+        folder = Path(os.environ.get("MLM_FAULT_DIR", "."))
+        if fault == "flip" and where.startswith(f"rank={os.environ['RANK']}:") and (folder / "done").exists():
+            frame: Any = sys._getframe()
+            while frame.f_code.co_name != "load_checkpoint" or "model" not in frame.f_locals:
+                frame = frame.f_back
+            model = frame.f_locals["model"]
+            with suppress(FileExistsError):
+                (folder / "flipped").touch(exist_ok=False)
+                parameter = next((model[0] if isinstance(model, list) else model).parameters())
+                parameter.data.view(-1).view(torch.uint8)[0] ^= 1
+        return loaded(*args, **kwargs)
+
+    module.on_checkpoint_loaded = on_checkpoint_loaded
+
+
 _TRACED = {
     "megatron.training.training": (
         "load_checkpoint train train_step training_log maybe_finalize_async_save post_training_step_callbacks "
@@ -116,4 +141,5 @@ def _traced(name: str, call: Any) -> Any:
 for _name in _TRACED:
     after_import(_name, _trace)
 after_import("megatron.training.ft_integration", _hook_steps)
+after_import("megatron.training.ft_integration", _hook_load)
 after_import("megatron.core.rerun_state_machine", _hook_injector)

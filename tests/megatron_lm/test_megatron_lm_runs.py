@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from outlast.checkpoint.prints import read_prints
 from outlast.reliability.model import Kind
 
 
@@ -30,6 +32,15 @@ def test_an_undisturbed_run_is_recorded_step_by_step_and_its_saves_are_committed
     assert [s.train_step for s in reference.view.steps if s.save_s > 0] == [4, 8, 12, 16]
     assert set(reference.weights(4)) == set(reference.weights(16)) and reference.weights(4) != reference.weights(16)
     assert rules(reference) == []
+
+
+@pytest.mark.parametrize("train_step", [4, 16])
+def test_every_save_has_fingerprints_of_weights_and_moments(reference: Any, train_step: int) -> None:
+    prints = read_prints(Path(reference.checkpoint_dir) / f"iter_{train_step:07d}")
+    assert prints is not None and prints.train_step == train_step and prints.left_out == {}
+    weights = {label for label in prints.tensors if ":" not in label}
+    moments = {f"{label}:{key}" for label in weights for key in ("exp_avg", "exp_avg_sq", "step")}
+    assert len(weights) >= 5 and prints.tensors.keys() == weights | moments
 
 
 STEP = [
@@ -85,8 +96,19 @@ def test_a_killed_rank_costs_a_restart_in_place(runs: Any, reference: Any) -> No
     for line in PRINTED_ON_RESTORE:
         assert re.search(line, found.log(2, 0), re.M), line
     assert found.calls(2, 0)[:3] == ["load_checkpoint", "on_checkpoint_loaded", "train"]
+    assert re.search(r"^outlast: restored iter_0000004: \d+ tensors as saved$", found.log(2, 0), re.M)
     assert rules(found) == ["unexplained_death"] and found.restored == [0, 4]
     assert found.nodes == [("a", "b"), ("a", "b")]
+
+
+def test_a_restore_that_gives_one_wrong_bit_is_not_trained_on(runs: Any, reference: Any) -> None:
+    found = runs("flipped", fault="flip:rank=1:step=7")
+    for rank in (0, 1):
+        assert re.search(
+            r"NotAsSaved: checkpoint iter_0000004: after the restore 1 of \d+ tensors", found.log(2, rank)
+        ), found.said()
+    assert {e.exit_code for e in found.exits if e.attempt == 2} != {0}
+    ends_like(found, reference)
 
 
 def test_a_node_is_swapped_after_an_xid_and_nothing_is_saved_on_its_way_out(runs: Any, reference: Any) -> None:

@@ -28,7 +28,7 @@ def _sharded(model, optimizer, rng):
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     state = {"rng_state": ShardedObject("rng_state", rng, (world,), (rank,))}
     for name, parameter in model.named_parameters():
-        moments = optimizer.inner.state[parameter]
+        moments = optimizer.optimizer.state[parameter]
         for key, tensor in (("w", parameter.data), ("m", moments["exp_avg"]), ("v", moments["exp_avg_sq"])):
             state[f"{key}.{name}"] = ShardedTensor.from_rank_offsets(f"{key}.{name}", tensor, replica_id=rank)
     return state
@@ -96,7 +96,7 @@ def load_checkpoint(model, optimizer, opt_param_scheduler):
         wanted["rerun_state_machine"] = machine.state_dict(None, args.ckpt_format, force=True)
     state = dist_checkpointing.load(wanted, checkpoint_name)
     for name, parameter in model.named_parameters():
-        moments = optimizer.inner.state[parameter]
+        moments = optimizer.optimizer.state[parameter]
         parameter.data.copy_(state[f"w.{name}"])
         moments["exp_avg"].copy_(state[f"m.{name}"])
         moments["exp_avg_sq"].copy_(state[f"v.{name}"])

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 import numpy
 import torch
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.rerun_state_machine import (
     RerunDiagnostic,
@@ -27,6 +28,12 @@ def initialize_megatron():
         error_injector=RerunErrorInjector(args.error_injection_rate, RerunDiagnostic(args.error_injection_type)),
     )
     torch.distributed.init_process_group(args.distributed_backend, timeout=timedelta(minutes=2))
+    parallel_state.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+    )
     print_rank_0("> initialized the stand-in")
     init_num_microbatches_calculator(
         args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size

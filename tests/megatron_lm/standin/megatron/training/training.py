@@ -20,23 +20,23 @@ class Optimizer:
 
     def __init__(self, model, args):
         self.model, self.clip, self.steps = model, args.clip_grad, 0
-        self.inner = torch.optim.AdamW(model.parameters(), lr=args.lr)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     def prime(self):
         for parameter in self.model.parameters():
-            state = self.inner.state[parameter]
+            state = self.optimizer.state[parameter]
             if not state:
                 state.update(step=torch.tensor(0.0))
                 state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
 
     def zero_grad(self):
-        self.inner.zero_grad()
+        self.optimizer.zero_grad()
 
     def step(self):
         for parameter in self.model.parameters():
             torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.inner.step()
+        self.optimizer.step()
         self.steps += 1
         return True, norm.item(), None
 
