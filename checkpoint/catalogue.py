@@ -20,7 +20,7 @@ import xxhash
 
 from outlast.checkpoint.errors import NotCommitted, NotWhole, StoreError
 from outlast.checkpoint.manifest import FileEntry, Manifest
-from outlast.checkpoint.names import ASIDE, QUARANTINE, parse_step
+from outlast.checkpoint.names import ASIDE, LOCAL, QUARANTINE, parse_step
 from outlast.checkpoint.retention import list_leases
 from outlast.checkpoint.store import Reason
 from outlast.checkpoint.tiers import Tier, read_tier
@@ -76,6 +76,9 @@ def survey(root: Path, *, on_bytes: OnBytes | None = None) -> Iterator[Row]:
     """
     leases = list_leases(root)
     for step, name in sorted(_places(root)):
+        if name.startswith(f"{LOCAL}/"):
+            yield msgspec.structs.replace(look_at_local(root / name, step), name=name)
+            continue
         row = look_at(root / name, step, on_bytes=on_bytes)
         if "/" not in name:
             holders = leases.get(step, ())
@@ -95,7 +98,7 @@ def _places(root: Path) -> list[tuple[int, str]]:
         names = os.listdir(root)
     except OSError as e:
         raise StoreError(f"{root}: {e.strerror}. Is this the directory of checkpoints?", again=False) from e
-    for folder in (QUARANTINE, ASIDE):
+    for folder in (QUARANTINE, ASIDE, LOCAL):
         if folder in names and (root / folder).is_dir():
             names += [f"{folder}/{name}" for name in os.listdir(root / folder)]
     found = ((parse_step(name.rpartition("/")[2].partition(".")[0]), name) for name in names)
@@ -115,6 +118,16 @@ def look_at(directory: Path, train_step: int, *, on_bytes: OnBytes | None = None
         size_bytes = row.size_bytes or sum(_sizes(directory))
         return msgspec.structs.replace(row, state=_judge(e), why="; ".join(e.problems), size_bytes=size_bytes)
     return row if on_bytes is None else msgspec.structs.replace(row, state=State.VERIFIED)
+
+
+def look_at_local(directory: Path, train_step: int) -> Row:
+    """One whose shards lie on the nodes, as far as it can be seen from here: marker and manifest."""
+    row = Row(name=directory.name, train_step=train_step, state=State.COMMITTED)
+    try:
+        described = describe(row, read_manifest(directory), directory)
+    except NotWhole as e:
+        return msgspec.structs.replace(row, state=_judge(e), why="; ".join(e.problems))
+    return described if read_tier(directory) else msgspec.structs.replace(described, tier=Tier.LOCAL)
 
 
 def _judge(error: NotWhole) -> State:

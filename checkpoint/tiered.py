@@ -12,20 +12,30 @@ The newest train_step that verifies over all tiers is chosen, and of one train_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from outlast.checkpoint.errors import CheckpointError, NotWhole, StoreError
-from outlast.checkpoint.local_tier import LocalTier
+from outlast.checkpoint.local_tier import LocalTier, Parts
+from outlast.checkpoint.manifest import Manifest
 from outlast.checkpoint.names import name_step
 from outlast.checkpoint.ops import Ops
 from outlast.checkpoint.remote import Remote
 from outlast.checkpoint.shelf_roster import Roster, find_holders
 from outlast.checkpoint.store import Store
+from outlast.reliability.model import Node
 from outlast.reliability.ports import BadCheckpoint, Choice, Restore
+
+CLOCKS_S: Final = 60.0
+"""How far clocks of two nodes may be apart."""
+
+
+def nobody() -> dict[Node, float]:
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,8 @@ class Near:
 
     local: LocalTier
     roster: Roster
+    suspects: Callable[[], Mapping[Node, float]] = nobody
+    """Nodes whose numbers may be wrong, and since when: what they had a hand in since then is not taken."""
 
 
 class TieredStore(Store):
@@ -52,42 +64,45 @@ class TieredStore(Store):
         if self._far is not None:
             choice = self._look_far(self._far, choice, quarantined)
         if self._near is not None:
-            self._leave_newer(self._near, _step(choice))
+            newest = _step(choice)
+            self._set_aside_near(self._near, newest, f"newer than train_step {newest}, from which the run goes on")
         return choice
 
     def quarantine(self, train_step: int, why: str) -> None:
-        """In every tier on this file system; what lies in an object store is left out by the caller's own list."""
+        """In every tier on this file system; what lies in an object store is left out by the caller's own list.
+
+        Local ones go with it back to the shared one before: whatever is wrong with it may have been so in them.
+        """
+        before = max((step for step in self.durable_steps() if step < train_step), default=-1)
         super().quarantine(train_step, why)
         if self._near is not None:
-            Store(self._near.local.root).quarantine(train_step, why)
+            self._set_aside_near(self._near, before, why)
 
     # ------------------------------------------------------------------ nearer
 
     def _look_near(self, near: Near, choice: Choice, quarantined: Sequence[int]) -> Choice:
         passed: list[BadCheckpoint] = []
-        for step in reversed(near.local.steps()):
-            if step < _step(choice):
-                break
-            if step in quarantined:
-                continue
+        steps = [step for step in near.local.steps() if step >= _step(choice) and step not in quarantined]
+        suspects = near.suspects() if steps else {}
+        for step in reversed(steps):
             path = str(near.local.path(step))
             try:
-                _, missing = find_holders(near.local, near.roster, step)
-                manifest, _ = near.local.read(step)
+                manifest, parts = near.local.read(step)
+                problems = _distrust(suspects, manifest, parts) or find_holders(near.local, near.roster, step)[1]
             except NotWhole as e:
-                missing = list(e.problems)
-            if not missing:
+                problems = list(e.problems)
+            if not problems:
                 restore = Restore(train_step=step, path=path, samples=manifest.samples)
                 return _with(msgspec.structs.replace(choice, restore=restore), passed)
-            why = "; ".join(missing[:3]) + (f"; and {len(missing) - 3} more" if len(missing) > 3 else "")
-            # no incident: its nodes are lost or silent, which is told by others
+            why = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
+            # no incident: its nodes are lost, silent or suspect, which is told by others
             passed.append(BadCheckpoint(train_step=step, path=path, why=why, unfinished=True))
         return _with(choice, passed)
 
-    def _leave_newer(self, near: Near, chosen: int) -> None:
+    def _set_aside_near(self, near: Near, newest: int, why: str) -> None:
         for step in near.local.steps():
-            if step > chosen:
-                Store(near.local.root).quarantine(step, f"newer than train_step {chosen}, from which the run goes on")
+            if step > newest:
+                Store(near.local.root).quarantine(step, why)
 
     # ------------------------------------------------------------------ farther
 
@@ -113,6 +128,16 @@ class TieredStore(Store):
         if here.restore is None and silent is not None:
             raise silent
         return _with(here, passed)
+
+
+def _distrust(suspects: Mapping[Node, float], manifest: Manifest, parts: Parts) -> list[str]:
+    """A node computes on what all nodes computed, so one suspect that took part is enough."""
+    holders = sorted({*parts.nodes.values()} & {*suspects})
+    return [
+        f"node {node} had a hand in it, and may have computed wrong numbers since before it was saved"
+        for node in holders
+        if manifest.made_at_s + CLOCKS_S > suspects[node]
+    ]
 
 
 def _step(choice: Choice) -> int:

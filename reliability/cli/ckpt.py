@@ -77,7 +77,7 @@ def ls(run: str, hashes: bool, as_json: bool) -> int:
 
     States: committed (its marker fits its manifest, every file has its size), verified (with --verify: every hash
     too), unfinished, broken, unreadable, quarantined. What made room for a later save of its train_step is in aside/.
-    Tiers: local, copied, shared, remote: how far it has come.
+    Tiers: local, copied, shared, remote: how far it has come. What lies in local/ has its shards on the nodes.
 
     Exit codes: 0 listed, 1 one is broken, 2 no such run, 75 one could not be read.
     """

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,19 @@ from outlast.reliability.catalogue import Catalogue
 from outlast.reliability.clock import SteadyClock
 from outlast.reliability.config import load_frozen
 from outlast.reliability.copies import Copies
+from outlast.reliability.eventlog import read_events
 from outlast.reliability.events import LogEvent, Seen
 from outlast.reliability.inbox import Noticed
-from outlast.reliability.model import CheckpointSeen, Node, Rank
+from outlast.reliability.model import CheckpointSeen, Node, Rank, XidSeen
 from outlast.reliability.parts import IdentityChanges, Parts
 from outlast.reliability.policy import Policy
 from outlast.reliability.ports import CheckpointStore, Cluster, Starter
+from outlast.reliability.rules_checkpoint import SUSPICIONS
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import Limits, RunFile
 from outlast.reliability.site_policy import RunPolicy
 from outlast.reliability.supervise import supervise
+from outlast.reliability.supervisor import FENCED
 from outlast.reliability.switchboard import Switchboard
 from outlast.reliability.wire import RankStack
 
@@ -56,12 +60,23 @@ def run_supervisor(
 
     host = address_of(chosen, run, Node(node))
     try:
-        return asyncio.run(
+        code = asyncio.run(
             supervise(run_dir, build, secret=secret, host=host, node=node, why=why, stand_by=in_batch, epoch=epoch)
         )
     finally:
         if copies:
             copies.close()
+    if run.tiers.local_dir and code != FENCED:
+        forget_local(run_dir, run)
+    return code
+
+
+def forget_local(run_dir: RunDir, run: RunFile) -> None:
+    """The run is over: agents have freed what lay on the nodes, so what stands here promises nothing any more."""
+    from outlast.checkpoint.local_tier import LocalTier
+
+    with suppress(OSError):
+        LocalTier(Path(run.checkpoint.dir) if run.checkpoint.dir else run_dir.checkpoints).clear()
 
 
 def copying(
@@ -170,7 +185,17 @@ def make_near(run_dir: RunDir, checkpoints: Path) -> Near:
 
     secret = bytes.fromhex(run_dir.secret.read_text().strip())
     roster = Roster(folder=shelves_of(run_dir), secret=secret, me=Node("supervisor"))
-    return Near(local=LocalTier(checkpoints), roster=roster)
+    return Near(local=LocalTier(checkpoints), roster=roster, suspects=lambda: suspected(run_dir))
+
+
+def suspected(run_dir: RunDir) -> dict[Node, float]:
+    """Nodes with a GPU whose memory goes wrong, and since when: the log is asked, so that a successor knows too."""
+    since: dict[Node, float] = {}
+    for event in read_events(run_dir.events).events:
+        match event.body:
+            case Seen(signal=XidSeen(node=node, at_s=at_s, code=code)) if code in SUSPICIONS:
+                since.setdefault(node, at_s)
+    return since
 
 
 def make_far(run_dir: RunDir, run: RunFile) -> Remote | None:

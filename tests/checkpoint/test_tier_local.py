@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 from outlast.checkpoint import shelf_wire as w
 from outlast.checkpoint.bringing import bring
-from outlast.checkpoint.commit import write_bytes
+from outlast.checkpoint.catalogue import survey
+from outlast.checkpoint.commit import commit, write_bytes
 from outlast.checkpoint.errors import CheckpointError, NotWhole
 from outlast.checkpoint.local_tier import LocalTier
 from outlast.checkpoint.manifest import FileEntry, Manifest, hash_bytes
+from outlast.checkpoint.names import name_step
 from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.shelf import KILL_AT, POINTS, Shelf, ShelfTask
 from outlast.checkpoint.shelf_box import Box
@@ -31,6 +33,7 @@ from outlast.checkpoint.shelf_link import call
 from outlast.checkpoint.shelf_peers import choose_peers, domain_of
 from outlast.checkpoint.shelf_roster import Registration, Roster, find_holders
 from outlast.checkpoint.shelf_wire import ShelfError
+from outlast.checkpoint.tiered import Near, TieredStore
 from outlast.checkpoint.tiers import Tier
 from outlast.checkpoint.verify import verify
 from outlast.reliability.model import Layout, Node
@@ -140,7 +143,10 @@ class Site:
             entry = FileEntry(size_bytes=len(raw), xxh3_128=hash_bytes(raw))
             self.box(node).put(step, name, entry, iter([raw]))
             shards[name], parts[name] = entry, Node(node)
-        manifest = Manifest(schema=1, train_step=step, samples=step, layout=Layout(), files={**index, **shards})
+        files = {**index, **shards}
+        manifest = Manifest(
+            schema=1, train_step=step, samples=step, layout=Layout(), files=files, made_at_s=time.time()
+        )
         self.local.commit(manifest, parts)
         return self.local.read(step)[0]
 
@@ -242,6 +248,69 @@ def test_a_silent_peer_is_replaced_and_old_parts_go(site: Site) -> None:
     until(lambda: site.local.steps() == (30, 40))
     until(lambda: site.box("a").steps() == (30, 40) and site.box("c").steps() == (30, 40))
     until(lambda: site.copied(40))
+
+
+def shared(site: Site, step: int) -> None:
+    ops, directory = RealOps(), site.root / "checkpoints" / name_step(step)
+    directory.mkdir(parents=True)
+    files = {"__0_0.distcp": write_bytes(ops, directory / "__0_0.distcp", b"shared")}
+    commit(ops, directory, Manifest(schema=1, train_step=step, samples=step, layout=Layout(), files=files))
+
+
+def store_of(site: Site, **suspects: float) -> TieredStore:
+    found = {Node(node): since_s for node, since_s in suspects.items()}
+    near = Near(local=site.local, roster=site.roster, suspects=lambda: found)
+    return TieredStore(site.root / "checkpoints", near=near)
+
+
+def chosen(store: TieredStore, *quarantined: int) -> str:
+    restore = store.choose(quarantined=quarantined).restore
+    return restore.path.rpartition("checkpoints/")[2] if restore else ""
+
+
+@pytest.mark.slow
+def test_the_newest_over_all_tiers_is_chosen_and_of_one_step_the_nearest(site: Site) -> None:
+    shared(site, 20)
+    site.save(10)
+    site.save(20)
+    site.save(30)
+    site.start(*NODES)
+    until(lambda: site.copied(30))
+    assert chosen(store_of(site)) == "local/iter_0000030"
+    assert chosen(store_of(site), 30) == "local/iter_0000020"
+    # what is newer than the choice belongs to a past that the run has left
+    assert 30 not in site.local.steps() and (site.local.root / "quarantine" / "iter_0000030").is_dir()
+    rows = {row.name: row for row in survey(site.root / "checkpoints")}
+    assert rows["local/iter_0000020"].tier == Tier.COPIED and rows["iter_0000020"].tier == Tier.SHARED
+
+
+@pytest.mark.slow
+def test_a_local_one_that_is_nowhere_whole_is_passed_over_with_its_reason(site: Site) -> None:
+    shared(site, 20)
+    site.save(30)
+    site.start("b", "c")
+    site.lose("a")
+    choice = store_of(site).choose(quarantined=())
+    assert choice.restore is not None and choice.restore.path.endswith("checkpoints/iter_0000020")
+    assert [bad.why for bad in choice.passed_over] == ["__0_0.distcp: not on a, whole"]
+    assert choice.passed_over[0].unfinished, "told, and no incident: a lost node is one already"
+
+
+@pytest.mark.slow
+def test_what_a_suspect_had_a_hand_in_is_not_taken(site: Site) -> None:
+    shared(site, 20)
+    for step in (30, 40):
+        site.save(step)
+    site.start(*NODES)
+    until(lambda: site.copied(40) and site.copied(30))
+    assert chosen(store_of(site, b=time.time() - 5)) == "iter_0000020"
+    site.save(50)
+    until(lambda: site.copied(50))
+    assert chosen(store_of(site, b=time.time() + 3600, z=0.0)) == "local/iter_0000050", "saved long before; not a part"
+    # a shared one that is set aside takes the local ones since the one before along
+    shared(site, 60)
+    store_of(site).quarantine(60, "not as saved")
+    assert site.local.steps() == () and chosen(store_of(site), 60) == "iter_0000020"
 
 
 # ---------------------------------------------------------------- killed in the middle
