@@ -16,6 +16,8 @@ RULES: Final[tuple[Rule, ...]] = (
     rules_node.kernel_lines,
     rules_gpu.broken_gpus,
     rules_gpu.memory_again,
+    rules_gpu.contained_again,
+    rules_gpu.wedged_nodes,
     rules_gpu.hung_libraries,
     rules_node.lost_agents,
     rules_node.gates,

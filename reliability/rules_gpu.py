@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 from outlast.reliability.gpu_facts import key_of, standing
 from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
-from outlast.reliability.node_facts import GpuFact, NodeFacts
+from outlast.reliability.node_facts import GpuFact, NodeFacts, XidFact
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending
-from outlast.reliability.rules_node import EXPORTER, convicting_change, everywhere, in_use, many, wide
+from outlast.reliability.rules_node import EXPORTER, convicting_change, everywhere, in_use, many, meaning, wide
 
 _MEMORY = "gpu_memory_ue"
+_WEDGED = "UNRECOGNIZED_CLIENT"
 _GATE_HANGS = "gpu: unknown: NVML: no answer"
 """How the gate's finding begins where its own child did not come back from the library either (monitors/gate.py)."""
 _PROGRAM = Rejected(alternative="program", why="the driver's own word on its hardware, not a rank's output")
@@ -89,11 +90,84 @@ def memory_again(case: Case) -> Iterator[Finding]:
             )
 
 
+def contained_again(case: Case) -> Iterator[Finding]:
+    """A contained memory error stops a program and no more; a second one on the same GPU, later, is the part."""
+    for facts in case.evidence.nodes.values():
+        if facts.node in case.excluded:
+            continue
+        kept = [f for f in facts.xids if f.seq > facts.joined_seq and f.xid.gpu and f.xid.source != EXPORTER]
+        contained = [f for f in kept if (row := meaning(case, f)).class_ == _MEMORY and not row.convicts]
+        for fact in contained:
+            first = next((f for f in contained if _same_gpu_later(case, f, fact)), None)
+            if first is None:
+                continue
+            reach = wide(case, fact, "contained_again", f"XID {fact.xid.code} again")
+            yield reach or Verdict(
+                key=f"hardware:{facts.node}:{facts.joined_seq}",
+                kind=Kind.HARDWARE_FAULT,
+                scope=Scope.GPU,
+                rule="contained_error_again",
+                because=f"XID {fact.xid.code} on GPU {fact.xid.gpu} of {facts.node} again, "
+                f"{fact.seen_s - first.seen_s:.0f} s after the first: one contained error is chance, two are the part",
+                confidence=Confidence.HIGH,
+                node=facts.node,
+                gpu=fact.xid.gpu,
+                convicts=True,
+                drains=True,
+                stops=in_use(case, facts.node),
+                evidence=(fact.seq, first.seq),
+                rejected=(_PROGRAM, Rejected(alternative="chance", why="the same GPU twice")),
+            )
+            break
+
+
+def _same_gpu_later(case: Case, first: XidFact, fact: XidFact) -> bool:
+    # by the node's own clock as well: what an agent could only deliver late is no repetition
+    apart_s = min(fact.seen_s - first.seen_s, fact.xid.at_s - first.xid.at_s)
+    return first.xid.gpu == fact.xid.gpu and apart_s > case.policy.burst_s
+
+
+def wedged_nodes(case: Case) -> Iterator[Finding]:
+    """A fault of a client that the driver cannot name: what the program wrote wedged the node until it is reset.
+
+    The node leaves this run and is not drained by it. A second node is not a second wedge but the program, which would
+    take one after the other: a person is needed.
+    """
+    told = [(facts, f) for facts in case.evidence.nodes.values() for f in facts.xids if _WEDGED in f.xid.text]
+    nodes = {facts.node for facts, _ in told}
+    for facts, fact in told:
+        if facts.node in case.excluded or fact.seq < facts.joined_seq:
+            continue
+        again = len(nodes) > 1
+        yield Verdict(
+            key=f"wedged:{facts.node}:{facts.joined_seq}",
+            kind=Kind.SOFTWARE_FAULT,
+            scope=Scope.NODE,
+            rule="wedged_by_program",
+            because=f"XID {fact.xid.code} on {facts.node} of a client that the driver cannot name: the program wedged "
+            + (
+                f"{len(nodes)} nodes, it would take the next"
+                if again
+                else "the node, which needs a reboot and no repair"
+            ),
+            node=facts.node,
+            gpu=fact.xid.gpu,
+            convicts=True,
+            stops=in_use(case, facts.node),
+            hold=again,
+            evidence=(fact.seq,),
+            rejected=(Rejected(alternative=f"hardware of {facts.node}", why="a class that programs cause"),),
+        )
+
+
 def _earlier(case: Case, facts: NodeFacts, fact: GpuFact) -> GpuFact | None:
-    """An older growth of the same GPU's counters, beyond the burst."""
+    """An older growth of the same counter, beyond the burst: by the log's time and by the node's."""
+    now = fact.change
     for other in facts.gpus:
-        same = other.change.gpu == fact.change.gpu and other.seq > facts.joined_seq
-        if same and key_of(other.change) == "state_ecc" and fact.seen_s - other.seen_s > case.policy.burst_s:
+        was = other.change
+        same = (was.source, was.gpu, was.field) == (now.source, now.gpu, now.field) and other.seq > facts.joined_seq
+        apart_s = min(fact.seen_s - other.seen_s, now.at_s - was.at_s)
+        if same and key_of(was) == "state_ecc" and apart_s > case.policy.burst_s:
             return other
     return None
 
@@ -112,7 +186,7 @@ def suspect_gpus(case: Case) -> Iterator[Finding]:
                 yield Pending(again_at_s=due, why=f"whether {row.meaning} on {facts.node} lasts, and where else")
                 continue
             reached = _reach(case, row.class_, fact.seen_s)
-            if len(reached) >= many(case):
+            if len(reached) >= many(case, row.class_):
                 yield everywhere(case, row.class_, row.meaning, reached)
             else:
                 yield _suspect(facts, fact, row)

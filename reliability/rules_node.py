@@ -12,6 +12,7 @@ from outlast.reliability.node_facts import GpuFact, KernelFact, NodeFacts, XidFa
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
 from outlast.reliability.rules_checkpoint import SPOILS, doubtful, tell_doubtful
 
+SHARED = ("nvlink_fatal", "nvswitch_fatal")
 EXPORTER = "dcgm"
 """An exporter's gauge holds a code and no event: its change asks for a look and convicts nobody."""
 
@@ -141,7 +142,7 @@ def wide(
 ) -> Finding | None:
     """Everybody's trouble, or too early to say that it is not; None where it is this node's alone."""
     reached = _reach(case, class_, fact.seen_s)
-    if len(reached) >= many(case):
+    if len(reached) >= many(case, class_):
         return everywhere(case, class_, what, reached)
     due = fact.seen_s + (case.policy.quiet_s if quiet_s < 0 else quiet_s)
     if case.now_s < due:
@@ -149,8 +150,13 @@ def wide(
     return None
 
 
-def many(case: Case) -> int:
-    """How many nodes make it everybody's trouble: the policy's number, or all of a smaller run (but two at least)."""
+def many(case: Case, class_: str = "") -> int:
+    """How many nodes make it everybody's trouble: the policy's number, or all of a smaller run (but two at least).
+
+    NVLinks and their switches may be shared by the nodes of a domain: there the second node is a common cause.
+    """
+    if class_ in SHARED:
+        return 2
     return max(2, min(case.policy.many_nodes, len(case.evidence.present)))
 
 
@@ -204,13 +210,14 @@ def _broken(case: Case, facts: NodeFacts, fact: KernelFact, row: LineMeaning) ->
 
 def everywhere(case: Case, class_: str, what: str, reached: dict[Node, int]) -> Verdict:
     names = ", ".join(sorted(reached))
+    causes = "an NVLink domain, a fabric manager" if class_ in SHARED else "driver, firmware, power, fabric"
     return Verdict(
         key=f"everywhere:{class_}:{min(reached.values())}",
         kind=Kind.AMBIGUOUS,
-        scope=Scope.EVERYTHING,
+        scope=Scope.DOMAIN if class_ in SHARED else Scope.EVERYTHING,
         rule="many_nodes_at_once",
         because=f"{what} on {len(reached)} nodes in {case.policy.burst_s:.0f} s ({names}): "
-        "a common cause (driver, firmware, power, fabric), no node is blamed for it",
+        f"a common cause ({causes}), no node is blamed for it",
         evidence=tuple(sorted(reached.values())),
         rejected=(Rejected(alternative="each node's hardware", why="nodes do not break in the same way together"),),
     )

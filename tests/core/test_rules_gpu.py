@@ -217,6 +217,70 @@ def test_a_gauge_of_the_exporter_asks_for_a_look_and_drains_nobody():
     assert drained(story.settle()) == {"b"}
 
 
+# ---------------------------------------------------------------- what the kernel says twice, and of whom
+
+
+def test_a_second_contained_error_on_one_gpu_is_the_part():
+    story = told()
+    story.xid("b", 94, gpu=GPU, text=f"NVRM: Xid (PCI:{GPU}): 94, pid=7, name=p, Contained ECC error")
+    assert not drained(story.settle()) and not story.state.excluded
+    story.later(30).xid("b", 94, gpu=GPU, text=f"NVRM: Xid (PCI:{GPU}): 94, pid=7, name=p, the same burst")
+    assert not drained(story.settle()) and not story.state.excluded
+    story.later(600).xid("b", 94, gpu=GPU, text=f"NVRM: Xid (PCI:{GPU}): 94, pid=9, name=p, Contained ECC error")
+    assert drained(story.settle()) == {"b"}
+
+
+def test_what_an_agent_could_only_deliver_late_is_no_repetition():
+    story = told()
+    text = f"NVRM: Xid (PCI:{GPU}): 94, pid=7"
+    began_s = story.now_s
+    story.xid("b", 94, gpu=GPU, text=text)
+    story.gpu("b", "ecc_uncorrected", 1)
+    story.later(600)
+    late = m.XidSeen(node=Node("b"), at_s=began_s + 0.2, code=94, gpu=GPU, source="nvml", text="NVML event: XID 94")
+    story.see(late)
+    field = "ecc_uncorrected"
+    story.see(m.GpuChanged(node=Node("b"), at_s=began_s + 9, source="nvml", gpu=GPU, field=field, before=1, now=2))
+    assert not drained(story.settle()) and not story.state.excluded
+
+
+def test_contained_errors_of_two_gpus_are_no_repetition():
+    story = told()
+    story.xid("b", 94, gpu=GPU, text=f"NVRM: Xid (PCI:{GPU}): 94, pid=7")
+    story.later(600).xid("b", 94, gpu="0000:9b:00", text="NVRM: Xid (PCI:0000:9b:00): 94, pid=9")
+    assert not drained(story.settle()) and not story.state.excluded
+
+
+WEDGED = f"NVRM: Xid (PCI:{GPU}): 31, pid=7, name=p, channel 0x2. MMU Fault: ENGINE GRAPHICS GPC0 UNRECOGNIZED_CLIENT"
+
+
+def test_a_program_that_wedges_a_node_costs_it_and_no_drain_and_a_second_node_is_held():
+    story = told()
+    story.xid("b", 31, gpu=GPU, text=WEDGED)
+    actions = story.settle()
+    assert set(story.state.excluded) == {"b"} and not drained(actions)
+    assert story.state.incidents[0].verdict.kind is Kind.SOFTWARE_FAULT
+    story.end().train("acde", through=14)
+    story.later(300).xid("c", 31, gpu=GPU, text=WEDGED)
+    assert any(isinstance(a, m.Hold) for a in story.settle())
+
+
+@pytest.mark.parametrize("code", [149, 145])
+def test_nvlinks_of_two_nodes_are_their_domains(code):
+    story = told()
+    for node in "ab":
+        text = f"NVRM: Xid (PCI:{GPU}): {code}, NETIR_LINK_EVT Fatal XC0 i0 Link 08 (0x1 0x0)"
+        story.xid(node, code, gpu=GPU, text=text)
+    assert not drained(story.settle()) and not story.state.excluded
+    assert [i.verdict.scope for i in story.state.incidents] == [Scope.DOMAIN]
+
+
+def test_a_switch_of_one_node_is_that_nodes():
+    story = told()
+    story.see(m.KernelSeen(node=Node("b"), at_s=story.now_s, key="sxid_fatal", device="0000:c7:00"))
+    assert drained(story.settle()) == {"b"}
+
+
 # ---------------------------------------------------------------- a library that hangs
 
 
