@@ -149,7 +149,8 @@ def test_a_lost_gpu_is_told_once_and_the_others_still_speak(nvml: Any) -> None:
         await watched.until(lambda: watched.changed("lost"))
         nvml.xid(0, 48)
         await watched.until(lambda: (48, "0000:1a:00") in watched.codes())
-        await asyncio.sleep(0.5)
+        nvml.set("0 ecc 5")  # what is read after it is a look that had the chance to tell of the lost one again
+        await watched.until(lambda: watched.changed("ecc_uncorrected"))
 
     watched = play(nvml, story)
     assert watched.changed("lost") == [("0000:1b:00", 0, 1)]
@@ -161,8 +162,9 @@ def test_a_library_that_hangs_is_a_signal_and_hangs_nobody(nvml: Any) -> None:
         await watched.until(lambda: watched.watch.state("0000:1a:00"))
         nvml.set("0 hang 1")
         await watched.until(watched.blind)
-        # while it hangs this loop runs on, and the same is not said again and again
-        await asyncio.sleep(3.0)
+        # while it hangs this loop runs on, new readers are tried, and the same is not said again and again
+        tried = len(watched.started)
+        await watched.until(lambda: len(watched.started) >= tried + 2)
         assert watched.blind() == ["NVML hangs: no states within 0.5 s"]
         nvml.set()
         nvml.set("0 ecc 9")
@@ -182,7 +184,7 @@ def test_a_library_that_hangs_is_a_signal_and_hangs_nobody(nvml: Any) -> None:
 def test_a_driver_that_does_not_answer_is_said_once(nvml: Any, env: dict[str, str], why: str) -> None:
     async def story(watched: Watched) -> None:
         await watched.until(watched.blind)
-        await asyncio.sleep(2.5)
+        await watched.until(lambda: len(watched.started) >= 3)  # two readers after the first have had no answer
 
     watched = play(nvml, story, answer_s=0.5, **env)
     assert len(watched.found) == 1 and watched.blind()[0].startswith(why) and not watched.over
