@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from outlast.checkpoint.planning import fill_plan, plan_anew, prepare_state
 from outlast.checkpoint.share import Planned, Share, add_up
 from outlast.checkpoint.staged_prints import Counting, Staged
 from outlast.checkpoint.stager import Stager
+
+OVERLAP_FROM_BYTES: Final = 32 << 20
+"""A smaller share is copied at once: a thread beside the training costs as much."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Draft:
     """Why it does not fit into this rank's staging memory; '' where it does."""
     short_ranks: int
     """How many ranks it does not fit on."""
+    overlaps: bool
+    """Whether a copy beside the training pays: on any rank, so the same on all."""
     counting: Counting | None
     """How fingerprints of it are taken; None where the saver does not."""
 
@@ -64,8 +69,8 @@ class Drafter:
         if self._planned is not None and self._planned.looks == prepared.looks:
             share = fill_plan(prepared, self._planned, self._group)
             image, moved, short = self._stager.lay_out(share)
-        changed, failed, moved_ranks, short_ranks = add_up(
-            self._group, share is None, bool(refused), moved, bool(short)
+        changed, failed, moved_ranks, short_ranks, large_ranks = add_up(
+            self._group, share is None, bool(refused), moved, bool(short), image.size_bytes >= OVERLAP_FROM_BYTES
         )
         if failed:
             raise CheckpointError(_tell_all(self._group, refused))
@@ -73,10 +78,11 @@ class Drafter:
             share = plan_anew(prepared, directory, self._group)
             self._planned = share.planned
             image, moved, short = self._stager.lay_out(share)
-            moved_ranks, short_ranks = add_up(self._group, moved, bool(short))
+            large = image.size_bytes >= OVERLAP_FROM_BYTES
+            moved_ranks, short_ranks, large_ranks = add_up(self._group, moved, bool(short), large)
         if moved_ranks:
             self._stager.exchange(share, image)
-        return Draft(image, short, short_ranks, share.planned.counting)
+        return Draft(image, short, short_ranks, bool(large_ranks), share.planned.counting)
 
 
 def _tell_all(group: dist.ProcessGroup, words: str) -> str:

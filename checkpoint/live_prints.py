@@ -1,6 +1,7 @@
 """Fingerprints of a live training state: weights, main parameters, moments, by parameter name, over all ranks.
 
-    at a save        each element is counted once: data-parallel copies share the work out among themselves
+    at a save        each element is counted once: data-parallel copies share the work out among themselves; a thread
+                     counts beside the forward and backward passes, as long as the state does not change
     after a restore  everything that any rank holds is counted: n copies must give n times the saved number, so one
                      wrong copy anywhere is seen, in any layout
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,8 +58,41 @@ class _Kind:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What this rank adds to the number of one tensor."""
+
+    kind: _Kind
+    part: Part
+
+
+class Counting:
+    """A count of what this rank holds, made by a thread of its own."""
+
+    def __init__(self, train_step: int, held: Sequence[Held]) -> None:
+        self.train_step = train_step
+        self._own: dict[str, Counted] = {}
+        self._error: Exception | None = None
+
+        def run() -> None:
+            try:
+                self._own = _sum_up(held, lambda one: _count(one, *one.counted))
+            except Exception as e:  # noqa: BLE001 -- raised where it is waited for
+                self._error = e
+
+        self._thread = threading.Thread(target=run, name="prints", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> Mapping[str, Counted]:
+        """The state may change when it returns."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._own
+
+
 class LivePrints:
-    """The fingerprints of one training process group. `take` and `check` are collective."""
+    """The fingerprints of one training process group. `take`, `finish` and `check` are collective."""
 
     def __init__(
         self,
@@ -81,8 +116,17 @@ class LivePrints:
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
     def take(self, train_step: int) -> Prints:
-        """The state as it is now. It must not change meanwhile."""
-        sums = self._add_up(lambda one: _count(one, *one.counted))
+        """The state as it is now."""
+        return self.finish(self.begin(train_step))
+
+    def begin(self, train_step: int) -> Counting:
+        """Count what this rank holds in a thread. Not collective. The state must not change before it has ended."""
+        return Counting(train_step, self._held())
+
+    def finish(self, counting: Counting) -> Prints:
+        """Wait for the thread, and add up over all ranks."""
+        train_step = counting.train_step
+        sums = self._add_up(counting.wait())
         tensors: dict[str, TensorPrint] = {}
         left_out = dict(self._left_out)
         for label, kind in self._kinds.items():
@@ -99,7 +143,7 @@ class LivePrints:
         if saved.scheme != SCHEME:
             log.warning("%s: fingerprints of scheme %s, this version has %s: not compared", where, saved.scheme, SCHEME)
             return 0
-        sums = self._add_up(lambda one: _count(one, 0, one.tensor.numel()))
+        sums = self._add_up(_sum_up(self._held(), lambda one: _count(one, 0, one.tensor.numel())))
         left_out = saved.left_out.keys() | self._left_out.keys()
         wanted = {label: one for label, one in saved.tensors.items() if label not in left_out}
         found: dict[str, TensorPrint] = {}
@@ -126,28 +170,26 @@ class LivePrints:
 
     # ------------------------------------------------------------------ all ranks together
 
-    def _add_up(self, count: Callable[[Held], Part]) -> dict[str, Part]:
+    def _add_up(self, own: Mapping[str, Counted]) -> dict[str, Part]:
         """The sums over all ranks: one collective, but for the first time and where a rank holds other tensors now."""
-        held = self._held()
         if not self._kinds:
-            self._agree(held)
-        sums = self._reduce(held, count)
+            self._agree(own)
+        sums = self._reduce(own)
         if sums is None:  # moments, which come with the first train_step
-            self._agree(held)
-            sums = self._reduce(held, count)
+            self._agree(own)
+            sums = self._reduce(own)
         if sums is None:
             raise CheckpointError("fingerprint: the ranks' tensors changed while they were counted")
         return sums
 
-    def _reduce(self, held: Sequence[Held], count: Callable[[Held], Part]) -> dict[str, Part] | None:
+    def _reduce(self, own: Mapping[str, Counted]) -> dict[str, Part] | None:
         """None on all ranks where one has tensors that were not agreed on."""
         rows = {label: row for row, label in enumerate(self._kinds)}
-        known = {one.label for one in held} == self._mine
+        known = own.keys() == self._mine
         local = np.zeros((len(rows) + 1, 2), np.uint64)
         if known:
-            for one in held:
-                part = count(one)
-                local[rows[one.label]] += np.array([part.total, part.elements], np.uint64)
+            for label, counted in own.items():
+                local[rows[label]] = (counted.part.total, counted.part.elements)
         else:
             local[-1, 0] = 1
         # as signed numbers: sums wrap around the same way
@@ -158,9 +200,9 @@ class LivePrints:
             return None
         return {label: Part(int(total[row, 0]), int(total[row, 1])) for label, row in rows.items()}
 
-    def _agree(self, held: Sequence[Held]) -> None:
+    def _agree(self, own: Mapping[str, Counted]) -> None:
         """All ranks learn all tensors of all."""
-        kinds = {one.label: _kind(one) for one in held}
+        kinds = {label: counted.kind for label, counted in own.items()}
         said: list[tuple[dict[str, _Kind], dict[str, str]]] = [({}, {})] * dist.get_world_size(self._group)
         dist.all_gather_object(said, (kinds, self._left_out), group=self._group)
         merged: dict[str, _Kind] = {}
@@ -236,6 +278,14 @@ def _same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _kind(one: Held) -> _Kind:
     return _Kind(dtype=str(one.tensor.dtype).removeprefix("torch."), shape=one.placed.shape)
+
+
+def _sum_up(held: Sequence[Held], count: Callable[[Held], Part]) -> dict[str, Counted]:
+    own: dict[str, Counted] = {}
+    for one in held:
+        before = own[one.label].part if one.label in own else Part()
+        own[one.label] = Counted(_kind(one), before + count(one))
+    return own
 
 
 def _count(one: Held, first: int, last: int) -> Part:

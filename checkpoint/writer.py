@@ -17,11 +17,9 @@ this module's to mend.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +31,7 @@ from outlast.checkpoint.commit import Reach
 from outlast.checkpoint.copying import Copying
 from outlast.checkpoint.drafting import Draft, Drafter
 from outlast.checkpoint.errors import CheckpointError, SaveFailed, StoreError
+from outlast.checkpoint.group import agree_on_session, make_group, require_all
 from outlast.checkpoint.image import Image, write_now
 from outlast.checkpoint.job import Room, SaveJob, Spread
 from outlast.checkpoint.manifest import SCHEMA, DataFrontier, FileEntry, Identity, Manifest
@@ -63,6 +62,7 @@ class _Flight:
     error: str = ""
     copying: Copying | None = None
     """Set until the caller has been told that the state may change."""
+    overlaps: bool = False
     manifest: Manifest | None = None
     spread: Spread | None = None
 
@@ -105,11 +105,11 @@ class Saver:
         self._budget = budget or Budget()
         self._timeout_s = timeout_s
         self._reach = reach or read_kill_point()
-        self._group = _require_all(process_group or _make_group(timeout_s))
+        self._group = require_all(process_group or make_group(timeout_s))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size(self._group)
         self._stager = Stager(self._group, limit_bytes=self._budget.limit_bytes)
         self._writer = WriterProcess(self._stager.staging_fd, outlive_s=self._budget.outlive_s, reach=reach)
-        self._session = _agree_on_session(self._group)
+        self._session = agree_on_session(self._group)
         self._drafter = Drafter(self._group, self._stager)
         self._prints = StagedPrints(self._group, wanted=fingerprints)
         self._flight: _Flight | None = None
@@ -193,6 +193,11 @@ class Saver:
             self._stager.make_room(draft.image.size_bytes)
             self._writer.make_room(Room(image_bytes=draft.image.size_bytes))
         return draft.image.size_bytes
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the save in flight is copied beside the caller; a small one is not. The same on all ranks."""
+        return self._flight is not None and self._flight.overlaps
 
     @property
     def in_flight(self) -> int | None:
@@ -306,10 +311,12 @@ class Saver:
         self._prints.expect(draft.counting, draft.staged, None if draft.short else copier.mapped)
         flight.copying = Copying(copier, image, self._writer.announce, self._reach)
         self._writer.hand(job)
-        if overlap:
+        flight.overlaps = overlap and draft.overlaps
+        if flight.overlaps:
             flight.copying.start()
         else:
             flight.copying.run()
+        if not overlap:
             self._end_copy(flight)
 
     def _end_copy(self, flight: _Flight) -> None:
@@ -387,27 +394,3 @@ class Saver:
     def _count_skip(self, why: str) -> None:
         self.counts.skipped += 1
         self.counts.why = why
-
-
-def _require_all(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    if dist.get_world_size(group) != dist.get_world_size():
-        raise CheckpointError(
-            f"process_group has {dist.get_world_size(group)} ranks of {dist.get_world_size()}: give one of all ranks"
-        )
-    return group
-
-
-def _make_group(timeout_s: float) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise CheckpointError("no process group: call torch.distributed.init_process_group first (one rank too)")
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    if not isinstance(group, dist.ProcessGroup):
-        raise CheckpointError(f"torch.distributed.new_group gave {group!r} for a group of all ranks")
-    return group
-
-
-def _agree_on_session(group: dist.ProcessGroup) -> str:
-    """A name for this Saver that no other has, the same on all ranks."""
-    said = [os.urandom(8).hex()]
-    dist.broadcast_object_list(said, src=0, group=group)
-    return said[0]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from outlast.checkpoint.writer import Saver
     from outlast.launchers.trainer_data import Corpus
     from outlast.launchers.trainer_model import StepOutcome, Trainee
-    from outlast.launchers.trainer_state import Progress, RunFacts
+    from outlast.launchers.trainer_state import Progress, RunFacts, Saving
     from outlast.launchers.trainer_world import World
 
 FAULT_ENV: Final = "OUTLAST_FAULT"
@@ -140,11 +140,18 @@ class Training:
         self.progress: Progress = trainer_state.Progress()
         self._sample_log = _open_sample_log(env, world)
         self._saver = _open_saver(settings, self._on_durable)
+        self._saving: Saving | None = None
+        """The last save, while its copy may go on beside a train_step."""
+        self._prepared = False
+        self._rest_s = 0.0
+        """For how long this train_step's update had to wait for it."""
         self._prints = None if settings.no_fingerprints else trainer_state.watch_prints(self.trainee)
 
     def run(self) -> None:
         """Restore, train to the end or to the stop, and see the last save durable."""
         self._restore()
+        if self.settings.restore_dir is not None:
+            self._prepare_saves()
         self._enter("compile")
         stop = False
         while self.progress.train_step < self.settings.train_steps and not stop:
@@ -174,13 +181,15 @@ class Training:
         self.recorder.step_started(train_step)
         started_s = time.monotonic()
         inject(self._faults, rank=self.world.env.rank, train_step=train_step)
+        self._rest_s = 0.0
         outcome = trainer_model.train_one_step(
-            self.trainee, self.settings, self.world, self._batches(train_step, before.samples)
+            self.trainee, self.settings, self.world, self._batches(train_step, before.samples), self._end_copy
         )
         self.progress = trainer_state.advance(before, self.settings.global_batch)
         stop = self._stop_agreed()
         step_s = time.monotonic() - started_s
-        save_s = self._save(stop)
+        self._prepare_saves()
+        save_s = self._rest_s + self._save(stop)
         self._record(outcome, before, step_s, save_s)
         return stop
 
@@ -231,7 +240,7 @@ class Training:
             self._local_steps.add(step)
         self._enter("save")
         restored = self.settings.restore_dir
-        hold_s = trainer_state.save_state(
+        self._saving = trainer_state.save_state(
             self._saver,
             self.trainee,
             self.world,
@@ -242,7 +251,22 @@ class Training:
             root=self.settings.checkpoint_dir or Path(),
             spread=spread,
         )
-        return hold_s
+        return self._saving.hold_s
+
+    def _prepare_saves(self) -> None:
+        """Staging memory and a plan, before a save has to wait for them: once there are moments, so after a restore or
+        the first train_step, which is slow anyway."""
+        from outlast.launchers import trainer_state
+
+        if self._saver is not None and not self._prepared:
+            self._prepared = True
+            trainer_state.prepare_saves(self._saver, self.trainee, self.world)
+
+    def _end_copy(self) -> None:
+        """Before the state changes: what is left of the copy of the last save."""
+        if self._saving is not None:
+            self._rest_s = self._saving.finish()
+            self._saving = None
 
     def _record(self, outcome: StepOutcome, before: Progress, step_s: float, save_s: float) -> None:
         s, train_step = self.settings, self.progress.train_step
@@ -270,6 +294,7 @@ class Training:
         megatron_fixes.settle_parameters(self.trainee.wrapped)
         if self._saver is not None:
             self._enter("save")
+            self._end_copy()
             self._saver.finish()
             self._saver.close()
 

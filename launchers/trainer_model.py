@@ -6,7 +6,7 @@ the CPU from the seed, so that tp does not change them; each pipeline stage draw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -164,8 +164,17 @@ def _wrapper_config(settings: Settings) -> Any:
     )
 
 
-def train_one_step(trainee: Trainee, settings: Settings, world: World, batches: Iterator[torch.Tensor]) -> StepOutcome:
-    """Forward, backward and update over this rank's microbatches, each [micro_batch, seq + 1] tokens on the device."""
+def train_one_step(
+    trainee: Trainee,
+    settings: Settings,
+    world: World,
+    batches: Iterator[torch.Tensor],
+    before_update: Callable[[], None],
+) -> StepOutcome:
+    """Forward, backward and update over this rank's microbatches, each [micro_batch, seq + 1] tokens on the device.
+
+    before_update is called when all that is left is the update: until then, weights and moments are as they were.
+    """
     trainee.wrapped.zero_grad_buffer()
     trainee.optimizer.zero_grad()
     count = microbatches(global_batch=settings.global_batch, micro_batch=settings.micro_batch, dp=world.dp)
@@ -180,6 +189,7 @@ def train_one_step(trainee: Trainee, settings: Settings, world: World, batches: 
         forward_only=False,
     )
     loss = _global_mean(sums, settings, world) if world.is_last_stage else None
+    before_update()
     _, grad_norm, _ = trainee.optimizer.step()
     return StepOutcome(loss=loss, grad_norm=None if grad_norm is None else float(grad_norm))
 

@@ -1,6 +1,7 @@
 """The state of a run, to and from a checkpoint: model, optimizer, generators, train_step, samples consumed.
 
     Trainee + Progress --sharded_state--> {model, optimizer, rng, outlast} --Saver--> checkpoint_dir/iter_0000010
+        until Saving.finish() the weights and moments must stay as they are: it is called before the next update
     restore_dir --load_common--> is it this run's? --load--> Trainee + Progress
 
 Tensors are named and cut by their global position, so a checkpoint loads into any tp, pp, ep and dp. What does not
@@ -106,15 +107,14 @@ def save_state(
     prints: LivePrints | None = None,
     root: Path = Path(),
     spread: Spread | None = None,
-) -> float:
-    """Start saving; returns the seconds that training was held. Collective. The state may change once it returns.
+) -> Saving:
+    """Start saving. Collective. Weights and moments may change after finish() of what it returns.
 
     With `prints`, fingerprints of the state are stored beside the manifest, below `root`, the saver's directory.
     spread: a local checkpoint.
     """
     began_s = time.monotonic()
     settle_parameters(trainee.wrapped)
-    taken = prints.take(progress.train_step) if prints else None
     state = sharded_state(trainee, world, is_loading=False)
     state["rng"] = _generators(world)
     state["outlast"] = _describe_save(progress, facts, world)
@@ -127,11 +127,42 @@ def save_state(
         pins={"data": facts.data},
         parents=parents,
         content_metadata=dict(_FORMAT),
+        overlap=True,
         spread=spread,
     )
-    if taken and world.env.rank == 0 and saver.in_flight == progress.train_step:
-        _store_prints(taken, store_of(root, spread).directory)
-    return time.monotonic() - began_s
+    saving = Saving(saver, prints, progress.train_step, store_of(root, spread).directory)
+    if not saver.overlaps:
+        saving.finish()
+    saving.hold_s = time.monotonic() - began_s
+    return saving
+
+
+class Saving:
+    """A save whose copy, and whose fingerprints, may still be under way beside the forward and backward passes."""
+
+    def __init__(self, saver: Saver, prints: LivePrints | None, train_step: int, root: Path) -> None:
+        self.hold_s = 0.0
+        """For how long training was held when it began."""
+        self._saver, self._prints, self._root = saver, prints, root
+        self._counting = prints.begin(train_step) if prints and saver.in_flight == train_step else None
+
+    def finish(self) -> float:
+        """Collective. The state may change once it returns; returns for how long that held training."""
+        began_s = time.monotonic()
+        self._saver.finish_copy()
+        if self._prints is not None and self._counting is not None:
+            taken = self._prints.finish(self._counting)
+            self._counting = None
+            if dist.get_rank() == 0:
+                _store_prints(taken, self._root)
+        return time.monotonic() - began_s
+
+
+def prepare_saves(saver: Saver, trainee: Trainee, world: World) -> None:
+    """Plan saves of this state, and make room for them. Collective."""
+    state = sharded_state(trainee, world, is_loading=False)
+    state["rng"] = _generators(world)
+    saver.prepare(state)
 
 
 def _describe_save(progress: Progress, facts: RunFacts, world: World) -> dict[str, Any]:

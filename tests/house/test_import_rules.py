@@ -195,7 +195,7 @@ HEAVY = frozenset({"torch", "megatron", "numpy"})
 IN_RANKS = _ours(
     """
     checkpoint.writer checkpoint.reader checkpoint.megatron_plan checkpoint.image checkpoint.stager
-    checkpoint.copying checkpoint.drafting
+    checkpoint.copying checkpoint.drafting checkpoint.group
     checkpoint.fingerprint checkpoint.placing checkpoint.live_prints checkpoint.raw_bits checkpoint.tensors
     checkpoint.dcp_reader checkpoint.filling checkpoint.megatron_load checkpoint.share checkpoint.planning
     checkpoint.dcp_plan checkpoint.dcp_sharing checkpoint.dcp_restore checkpoint.staged_prints checkpoint.model_prints

@@ -70,6 +70,21 @@ def test_a_restore_into_the_same_layout_is_bit_identical(fork_ranks: Any, refere
     assert restored.digests == reference.result.digests
 
 
+def test_a_copy_beside_the_training_is_of_the_state_before_it_and_changes_nothing(
+    fork_ranks: Any, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outlast.checkpoint import drafting
+
+    monkeypatch.setattr(drafting, "OVERLAP_FROM_BYTES", 0)  # as a large state is saved
+    saved = fork_ranks(*TP2, "--save-every", "2", "--checkpoint-dir", str(tmp_path), ranks=4).checked()
+    assert saved.losses == reference.result.losses
+    assert saved.digests == reference.result.digests
+    assert [r["durable"] for r in saved.ranks[-1].records if "durable" in r] == [2, 4, 6]
+    restored = fork_ranks(*TP2, "--restore-dir", str(tmp_path / "iter_0000004"), ranks=4).checked()
+    assert "tensors as saved" in restored.ranks[-1].output
+    assert restored.digests == reference.result.digests
+
+
 @pytest.mark.parametrize(
     ("layout", "ranks"), [(TP2, 2), (("--pp", "2"), 2), (("--micro-batch", "2"), 4), ((), 1)], ids=str
 )
