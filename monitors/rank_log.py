@@ -1,7 +1,6 @@
 """Last words of a rank: what ended it, told apart from the echo of another rank's end. Pure.
 
     tail of the log -> cleaned lines -> last traceback (root cause of a chain) + patterns -> LastWords
-    LastWords of all ranks -> first_primary: the one that began it
 
 Not a judge. Everything here is a program's word: a rank that prints `NVRM: Xid 79` has printed something, no more;
 hardware is convicted by the kernel log. Never raises on any text, and reads at most the last 64 KiB of it.
@@ -22,16 +21,14 @@ from outlast.monitors.rank_patterns import (
     TIMEOUT_RAN,
     Pattern,
 )
-from outlast.reliability.model import Noun, Rank, RankExited
+from outlast.reliability.model import Noun
 
 TAIL_CHARS: Final = 65536
 LINE_CHARS: Final = 2000
 EXCEPTION_CHARS: Final = 300
-LAST_WORDS_CHARS: Final = 4000
 NEAR_LINES: Final = 400
 """A fatal line further above the end than this belongs to something the program lived through."""
 
-ECHO_CLASSES: Final = frozenset({"peer_died", "nccl_timeout_victim"})
 
 _ANSI: Final = re.compile(
     r"\x1b(?:\[[0-?]{0,32}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)|[@-Z\\^_a-z0-9=><])"
@@ -70,16 +67,6 @@ class LastWords(Noun, frozen=True, kw_only=True):
     """The line that tells, as printed (cleaned)."""
 
 
-class Primary(Noun, frozen=True, kw_only=True):
-    """The rank that began it."""
-
-    rank: Rank
-    error_class: str
-    why: str
-    others: tuple[Rank, ...] = ()
-    """Ranks with the same exception: many of them speak for the program or its data."""
-
-
 def clean(text: str) -> str:
     """Terminal codes, HTML tags and invisible characters out; line ends and tabs stay."""
     text = text[-TAIL_CHARS:].replace("\r\n", "\n").replace("\r", "\n")
@@ -88,16 +75,6 @@ def clean(text: str) -> str:
     if "<" in text:
         text = _HTML.sub("", text)
     return _CONTROL.sub("", text)
-
-
-def last_lines(text: str, limit: int = LAST_WORDS_CHARS) -> str:
-    """The end of the output, cleaned, whole lines where possible: RankExited.last_words."""
-    cleaned = clean(text).rstrip()
-    if len(cleaned) <= limit:
-        return cleaned
-    cut = cleaned[-limit:]
-    newline = cut.find("\n")
-    return cut[newline + 1 :] if 0 <= newline < limit // 2 else cut
 
 
 def normalise_exception(text: str) -> str:
@@ -242,31 +219,3 @@ def read_last_words(text: str) -> LastWords:
         pattern, line = told[-1]
         return _words(pattern, line)
     return LastWords()
-
-
-def is_echo(gone: RankExited) -> bool:
-    """This rank followed another's end, or was told to end."""
-    return gone.asked or gone.error_class in ECHO_CLASSES or gone.posix_signal == 15
-
-
-def first_primary(exits: Sequence[RankExited]) -> Primary | None:
-    """The exit that began it over all ranks; None where all ended well, were asked to, or only followed.
-
-    Order between nodes is by their own clocks, so a primary error is not demoted by an echo that claims to be earlier.
-    """
-    bad = [e for e in exits if (e.exit_code or e.posix_signal) and not is_echo(e)]
-    if not bad:
-        return None
-    # a rank that said why it ended tells more than one that vanished at about the same time
-    first = min(bad, key=lambda e: (e.at_s, not e.error_class, e.rank))
-    same = tuple(e.rank for e in bad if e.rank != first.rank and e.exception and e.exception == first.exception)
-    followed = sum(1 for e in exits if is_echo(e))
-    ended = first.error_class or (
-        f"POSIX signal {first.posix_signal}" if first.posix_signal else f"exit {first.exit_code}"
-    )
-    return Primary(
-        rank=first.rank,
-        error_class=first.error_class,
-        why=f"rank {first.rank} ended first by itself ({ended}); {followed} of {len(exits)} ranks followed",
-        others=same,
-    )

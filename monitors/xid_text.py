@@ -20,7 +20,6 @@ from outlast.reliability.model import Noun
 
 BUS_LOSS: Final = 79
 RECOVERY: Final = 154
-NVLINK5: Final = frozenset(range(144, 151))
 """Codes whose severity stands in the line's word, not in the code."""
 
 _XID: Final = re.compile(

@@ -48,7 +48,6 @@ class AttemptFacts(Noun, frozen=True, kw_only=True):
     no_progress: m.NoProgress | None = None
     last_step: int = -1
     """Highest finished train_step; -1 before the first."""
-    last_step_s: float = 0.0
     step_times_s: tuple[float, ...] = ()
 
     @property
@@ -194,7 +193,6 @@ def _fold_steps(evidence: Evidence, event: LogEvent, attempt: int, steps: tuple[
         evidence,
         attempt,
         last_step=fresh[-1].train_step,
-        last_step_s=event.at_s - fresh[-1].age_s,
         step_times_s=times,
     )
     furthest = max(evidence.furthest_step, fresh[-1].train_step)
@@ -275,7 +273,6 @@ def _fold_node_signal(
                 evidence,
                 joined.node,
                 joined_seq=event.seq,
-                joined_s=event.at_s,
                 lost_seq=0,
                 lost=None,
                 incarnation=joined.incarnation,

@@ -33,7 +33,6 @@ class NodeFacts(Noun, frozen=True, kw_only=True):
     node: Node
     joined_seq: int = 0
     """Log number of the newest AgentJoined; 0 where no agent ever joined."""
-    joined_s: float = 0.0
     lost_seq: int = 0
     """Log number of an AgentLost newer than the newest join; 0 while the agent is there."""
     lost: m.AgentLost | None = None

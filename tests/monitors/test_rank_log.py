@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 
 from outlast.monitors.rank_log import (
     EXCEPTION_CHARS,
-    LAST_WORDS_CHARS,
-    first_primary,
-    last_lines,
+    TAIL_CHARS,
+    clean,
     normalise_exception,
     read_last_words,
 )
 from outlast.monitors.rank_patterns import PATTERNS
-from outlast.reliability.model import Node, Rank, RankExited
 
 DATA = Path(__file__).parent.parent / "data" / "rank_log"
 
@@ -138,47 +136,13 @@ def test_terminal_codes_and_html_are_taken_out() -> None:
     )
     words = read_last_words(text)
     assert words.exception == "KeyError: '<pad>'"
-    assert last_lines("\x1b[2J<script src=x>hi</script>\x00") == "hi"
+    assert clean("\x1b[2J<script src=x>hi</script>\x00") == "hi"
 
 
 def test_the_same_error_reads_the_same_everywhere() -> None:
     one = "OSError: /lustre/a/b.bin at 0x7fab12 from 10.0.0.4:2912 (pid 81)"
     two = "OSError: /scratch/z/b.bin at 0x55aa99 from 10.0.9.9:33 (pid 9)"
     assert normalise_exception(one) == normalise_exception(two)
-
-
-def gone(rank: int, at_s: float, **facts: object) -> RankExited:
-    fields: dict[str, object] = {"exit_code": 1, **facts}
-    if "posix_signal" in facts:
-        fields["exit_code"] = None
-    return RankExited(node=Node("n1"), at_s=at_s, attempt=1, rank=Rank(rank), **fields)  # type: ignore[arg-type]
-
-
-def test_the_primary_is_not_the_first_to_be_heard() -> None:
-    exits = [
-        gone(0, 10.0, error_class="peer_died"),
-        gone(1, 10.2, error_class="nccl_timeout_victim"),
-        gone(2, 10.5, error_class="app_exception", exception="KeyError: 'a'"),
-        gone(3, 10.9, posix_signal=15),
-        gone(4, 9.0, posix_signal=9, asked=True),
-    ]
-    primary = first_primary(exits)
-    assert primary is not None
-    assert (primary.rank, primary.error_class) == (2, "app_exception")
-    assert "4 of 5 ranks followed" in primary.why
-
-
-def test_a_killed_rank_is_primary_and_only_echoes_have_none() -> None:
-    killed = first_primary([gone(0, 1.0, error_class="peer_died"), gone(1, 1.0, posix_signal=9)])
-    assert killed is not None and killed.rank == 1
-    assert first_primary([gone(0, 1.0, error_class="peer_died"), gone(1, 2.0, exit_code=0)]) is None
-    assert first_primary([]) is None
-
-
-def test_ranks_with_the_same_exception_are_named() -> None:
-    exits = [gone(r, 5.0 + r, error_class="app_exception", exception="ValueError: x") for r in range(4)]
-    primary = first_primary(exits)
-    assert primary is not None and primary.rank == 0 and primary.others == (1, 2, 3)
 
 
 def test_keys_are_unique() -> None:
@@ -216,4 +180,4 @@ PIECES = st.sampled_from(
 def test_no_text_raises(text: str) -> None:
     words = read_last_words(text)
     assert len(words.exception) <= EXCEPTION_CHARS
-    assert len(last_lines(text)) <= LAST_WORDS_CHARS
+    assert len(clean(text)) <= TAIL_CHARS
