@@ -1,6 +1,6 @@
 """Faults of megatron-core that were read and reproduced, and which of them the installed one has. Imports no Megatron.
 
-    KNOWN: name -> the upstream function, the hash of its source as it was read, what it does wrong, what answers it
+    KNOWN, GUARDED: name -> upstream function, hash of its source as it was read, what it does wrong, what answers it
     look_at_installed(): version and source of each function, from the files alone -> PRESENT | UNREAD | GONE
 
 A fault is called present only where the source is the one that was read; another source is called unread, not sound.
@@ -38,6 +38,9 @@ class Known:
     does: str
     """What goes wrong, for a person."""
     answer: str = "mended"
+    package: str = PACKAGE
+    guarded: bool = False
+    """Answered by what outlast does itself, whatever version is installed: nothing of upstream's is wrapped."""
 
     @property
     def where(self) -> str:
@@ -92,8 +95,60 @@ KNOWN: Final = (
         does="optimizer state does not move between ep 1 and more: KeyError, or 'Expected 2 entries'",
     ),
 )
-"""In the order of the numbers that docs/decisions gives them. 'missing_gemm' has no function to hash, and
-'stale_model' is mended by a call before each save: both are in megatron_fixes.py alone."""
+"""In the order of the numbers that docs/decisions gives them; each has its mend in megatron_fixes.py."""
+
+GUARDED: Final = (
+    Known(
+        name="stale_model",
+        module="megatron.core.distributed.distributed_data_parallel",
+        function="DistributedDataParallel.start_param_sync",
+        source_sha256="589a5639a2a883e1",
+        does="with overlapped parameter gathering the model that is saved is one train_step older than its optimizer",
+        answer="the gathering is finished before each save",
+        guarded=True,
+    ),
+    Known(
+        name="missing_gemm",
+        module="megatron.core.transformer.moe.moe_utils",
+        function="RouterGatingLinearFunction.forward",
+        source_sha256="dcba4f9f02b30a36",
+        does="without Transformer Engine every expert layer ends with NameError 'te_general_gemm'",
+        answer="the name is defined where it is missing",
+        guarded=True,
+    ),
+    Known(
+        name="hanging_wait",
+        module="megatron.core.dist_checkpointing.strategies.async_utils",
+        function="PersistentAsyncCaller.is_current_async_call_done",
+        source_sha256="4d5fb1ce709fa7d1",
+        does="the wait for a persistent checkpoint worker that died has no end",
+        answer="not used: the writer process of a save is watched, and its end is told to all ranks",
+        guarded=True,
+    ),
+    Known(
+        name="silent_bit_flip",
+        module="torch.distributed.checkpoint.filesystem",
+        function="FileSystemReader.read_data",
+        source_sha256="86ad890ac621f4f5",
+        does="a checkpoint with a flipped bit is loaded without an error: nothing is compared with anything",
+        answer="refused: every file has a hash in the manifest, which is looked at while it is read",
+        package="torch",
+        guarded=True,
+    ),
+)
+"""Faults that need no wrapping: saves and restores of ours go another way, or a call is made beside them."""
+
+SILENT_ASYNC: Final = "Disabling --async-save"
+"""What Megatron-LM's arguments.py says, on one rank, before it saves synchronously after all (0.16 and later)."""
+
+
+def turns_async_off(script: Path) -> bool | None:
+    """Whether the Megatron-LM of this script turns --async-save off by itself; None where it cannot be read."""
+    try:
+        text = (script.parent / "megatron" / "training" / "arguments.py").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return SILENT_ASYNC in text
 
 
 class Presence(StrEnum):
@@ -116,17 +171,23 @@ class Seen:
 
     @property
     def is_mended(self) -> bool:
-        """Whether the mend applies: to the very version and source that it was written for."""
-        return self.presence is Presence.PRESENT and self.version == KNOWN_VERSION
+        """Whether the mend applies: to the very version and source that it was written for, where one is needed."""
+        return self.fault.guarded or (self.presence is Presence.PRESENT and self.version == KNOWN_VERSION)
 
 
 def look_at_installed() -> tuple[Seen, ...] | None:
-    """Every known fault in the installed megatron-core; None where there is none."""
+    """Every known fault in the installed packages; None where there is no megatron-core."""
+    if _find_package(PACKAGE) is None:
+        return None
+    found = ((fault, _find_package(fault.package)) for fault in (*KNOWN, *GUARDED))
+    return tuple(_look(fault, Path(str(one.locate_file(""))), one.version) for fault, one in found if one is not None)
+
+
+def _find_package(name: str) -> importlib.metadata.Distribution | None:
     try:
-        package = importlib.metadata.distribution(PACKAGE)
+        return importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return tuple(_look(fault, Path(str(package.locate_file(""))), package.version) for fault in KNOWN)
 
 
 def _look(fault: Known, site: Path, version: str) -> Seen:

@@ -15,6 +15,7 @@ from outlast.reliability.config import run_root_default
 
 if TYPE_CHECKING:
     from outlast.reliability.cli.site_checks import Row
+    from outlast.reliability.runfile import RunFile
 
 
 @click.command()
@@ -34,7 +35,7 @@ def doctor(run_file: Path | None, settings: tuple[str, ...], params_file: Path |
     root = Path(run.run_root if run else run_root_default()[0]).absolute()
     wants_slurm = run is None or run.cluster.kind == "slurm"
     slurm = _look_at_slurm(required=run is not None) if wants_slurm else ()
-    rows = [*slurm, *look(run, root), *_look_at_megatron(run.task.kind if run else "")]
+    rows = [*slurm, *look(run, root), *_look_at_megatron(run.task.kind if run else ""), *_look_at_script(run)]
     unfit = any(row.grade is Grade.UNFIT for row in rows)
     if as_json:
         print_json({"fit": not unfit, "findings": rows})
@@ -64,8 +65,11 @@ def _look_at_megatron(kind: str) -> Iterable[Row]:
     if kind == "plain":
         return
     for seen in look_at_installed() or ():
-        fault, subject = seen.fault, f"megatron {seen.fault.name}"
-        if seen.is_mended:
+        fault, subject = seen.fault, f"{seen.fault.package.partition('-')[0]} {seen.fault.name}"
+        if fault.guarded and seen.presence is not Presence.PRESENT:
+            found = f"{fault.answer}; whether {seen.version} still has it nobody has read: {fault.does}"
+            yield Row(subject=subject, grade=Grade.NOTE, found=found, do="")
+        elif seen.is_mended:
             yield Row(subject=subject, grade=Grade.OK, found=f"{fault.answer}; {seen.version} itself: {fault.does}")
         elif seen.presence is Presence.PRESENT:
             do = f"its mend is for {KNOWN_VERSION} alone: install megatron-core=={KNOWN_VERSION}"
@@ -75,6 +79,23 @@ def _look_at_megatron(kind: str) -> Iterable[Row]:
             found = f"{seen.version}: {fault.where} {what} than was read; in {KNOWN_VERSION}: {fault.does}"
             do = f"nobody has read that source: install megatron-core=={KNOWN_VERSION}, which is mended"
             yield Row(subject=subject, grade=Grade.WARNING, found=found, do=do)
+
+
+def _look_at_script(run: RunFile | None) -> Iterable[Row]:
+    """What the Megatron-LM of this run's script does without a word."""
+    from outlast.launchers.megatron_known import turns_async_off
+    from outlast.reliability.cli.site_checks import Grade, Row
+
+    if run is None or run.task.kind != "megatron_lm" or not run.task.script:
+        return
+    silent = turns_async_off(Path(run.task.workdir or ".") / run.task.script)
+    if silent:
+        does = "this Megatron-LM turns --async-save off, with a warning on one rank, and saves synchronously"
+        answer = "refused where it is asked for without --use-persistent-ckpt-worker"
+        yield Row(subject="megatron_lm silent_async", grade=Grade.OK, found=f"{answer}; {does}")
+    elif silent is None:
+        found = "no megatron/training/arguments.py beside the script: whether it turns --async-save off is not known"
+        yield Row(subject="megatron_lm silent_async", grade=Grade.NOTE, found=found)
 
 
 def _print(rows: Iterable[Row]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from outlast.launchers import megatron_known
 from outlast.launchers.megatron_known import digest_source
 from outlast.reliability.cli import site_checks as site
-from outlast.reliability.cli.doctor import _look_at_megatron
+from outlast.reliability.cli.doctor import _look_at_megatron, _look_at_script
 from outlast.reliability.cli.root import start
 from outlast.reliability.cli.site_checks import Grade, Row
 from outlast.reliability.freeze import freeze
@@ -126,6 +126,7 @@ def test_faults_of_the_installed_megatron_core(
 ) -> None:
     known = replace(megatron_known.KNOWN[0], source_sha256=digest_source(OPTIMIZER, megatron_known.KNOWN[0].function))
     monkeypatch.setattr(megatron_known, "KNOWN", (known,))
+    monkeypatch.setattr(megatron_known, "GUARDED", ())
     package = a_site(tmp_path, text, version)
     monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: package)
     (row,) = _look_at_megatron("reference")
@@ -133,6 +134,56 @@ def test_faults_of_the_installed_megatron_core(
     assert row.grade is (Grade.OK if "mended; " in words else Grade.WARNING)
     assert bool(row.do) == (row.grade is Grade.WARNING)
     assert list(_look_at_megatron("plain")) == []
+
+
+UPSTREAM = (
+    "padded_buckets",
+    "shared_step",
+    "fresh_optimizer",
+    "step_not_loaded",
+    "persistent_worker",
+    "hanging_wait",
+    "stale_model",
+    "silent_bit_flip",
+    "chained_optimizers",
+    "missing_gemm",
+)
+
+
+def test_each_upstream_fault_has_a_row_that_tells_whose_it_is_and_what_answers_it() -> None:
+    rows = {row.subject.partition(" ")[2]: row for row in _look_at_megatron("reference")}
+    assert set(rows) == set(UPSTREAM)
+    assert {row.grade for row in rows.values()} == {Grade.OK}, "the pinned versions are the ones that were read"
+    assert rows["silent_bit_flip"].subject.startswith("torch ") and "2.13" in rows["silent_bit_flip"].found
+    assert rows["hanging_wait"].found.startswith("not used: ") and "0.16.1 itself: " in rows["hanging_wait"].found
+
+
+def test_a_fault_that_is_answered_whatever_is_installed_is_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = replace(megatron_known.GUARDED[0], module=megatron_known.KNOWN[0].module)
+    monkeypatch.setattr(megatron_known, "KNOWN", ())
+    monkeypatch.setattr(megatron_known, "GUARDED", (fault,))
+    package = a_site(tmp_path, OPTIMIZER, "0.19.2")
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda _name: package)
+    (row,) = _look_at_megatron("reference")
+    assert row.grade is Grade.NOTE and "whether 0.19.2 still has it nobody has read" in row.found
+
+
+@pytest.mark.parametrize(
+    ("text", "grade"),
+    [("warn('--async-save is not supported. Disabling --async-save.')", Grade.OK), ("pass", None), (None, Grade.NOTE)],
+)
+def test_whether_the_scripts_megatron_lm_saves_synchronously_without_a_word(
+    tmp_path: Path, text: str | None, grade: Grade | None
+) -> None:
+    if text is not None:
+        (tmp_path / "megatron" / "training").mkdir(parents=True)
+        (tmp_path / "megatron" / "training" / "arguments.py").write_text(text)
+    run = RunFile(name="a", task=Task(script="pretrain_gpt.py", kind="megatron_lm", workdir=str(tmp_path)))
+    assert [row.grade for row in _look_at_script(run)] == ([grade] if grade else [])
+    plain = RunFile(name="a", task=Task(script="pretrain_gpt.py", kind="plain", workdir=str(tmp_path)))
+    assert list(_look_at_script(plain)) == list(_look_at_script(None)) == []
 
 
 def test_where_no_megatron_core_is_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

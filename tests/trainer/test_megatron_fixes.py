@@ -5,15 +5,18 @@ The ranks are forked, so that a mend made in one attempt does not reach the next
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outlast.launchers.megatron_known import look_at_installed
+from outlast.launchers.megatron_known import GUARDED, look_at_installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
@@ -214,6 +217,41 @@ def test_persistent_worker(fork_ranks: Any, tmp_path: Path) -> None:
     assert plain.stdout.strip() != "found [1.0]"  # torn: the state of a later step, or of several
 
 
+HANGING = PERSISTENT.replace(
+    """    while not queue.maybe_finalize_async_calls(blocking=False):
+        for tensor in weights.values():
+            tensor.add_(1.0)
+""",
+    """    os.kill(queue.persistent_caller.process.pid, 9)
+    print("waits", flush=True)
+    queue.maybe_finalize_async_calls(blocking=True)
+    print("came back", flush=True)
+    os._exit(0)
+""",
+)
+
+
+def test_hanging_wait(tmp_path: Path) -> None:
+    """Upstream waits for a worker that is dead. Ours: tests/checkpoint/test_kills_everywhere.py, told to all ranks."""
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    argv = [sys.executable, str(script), str(tmp_path / "checkpoint")]
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        plain = subprocess.Popen(argv, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + 120
+        while said.read_text() != "waits\n":
+            assert plain.poll() is None and time.monotonic() < deadline_s, said.read_text()
+            time.sleep(0.05)
+        with pytest.raises(subprocess.TimeoutExpired):
+            plain.wait(timeout=5)
+    finally:
+        os.killpg(plain.pid, signal.SIGKILL)  # and what multiprocessing keeps beside it
+        plain.wait()
+    assert said.read_text() == "waits\n", "it never came back"
+
+
 class TestGuard:
     """A mend for other code than it was written for is worse than none."""
 
@@ -255,5 +293,5 @@ class TestGuard:
             assert megatron_fixes.why_unknown(fault, owner) == ""
         # what doctor reads from files is what is imported
         seen = look_at_installed()
-        assert seen is not None and len(seen) == len(megatron_fixes.FAULTS)
+        assert seen is not None and len(seen) == len(megatron_fixes.FAULTS) + len(GUARDED)
         assert all(one.is_mended for one in seen), [one for one in seen if not one.is_mended]
