@@ -191,6 +191,9 @@ class BlockReader:
             except _Short as e:
                 self.problems.append(str(e) or f"{job.file.read.name}: ends before its time (truncated)")
                 return self._say(Kind.FAILED, job)
+            except Exception as e:  # noqa: BLE001 -- the loop waits for this block
+                self.errors.append(f"{job.file.read.name}: {type(e).__name__}: {e}")
+                return self._say(Kind.FAILED, job)
             self._say(Kind.READ, job)
 
     def _hash_jobs(self) -> None:
