@@ -189,6 +189,8 @@ class Inputs:
                 silent_s = mono_s - session.heard_mono_s
                 since, why, limit = session.heard_mono_s, "its agent is silent", limits.agent_silent_s
             else:
+                if session is not None:  # it was connected to us: that it is Gone may be still on its way here
+                    self.gone_mono_s.setdefault(node, mono_s)
                 since = self.gone_mono_s.get(node, self.began_mono_s)
                 why = self.gone_why.get(node, "its agent did not come back")
                 limit = min(_RECONNECT_S, limits.agent_silent_s) if node in self.gone_mono_s else limits.agent_silent_s

@@ -31,6 +31,7 @@ from outlast.reliability.events import (
 )
 from outlast.reliability.fence import Fence, take
 from outlast.reliability.goodput import ledger
+from outlast.reliability.inbox import Gone
 from outlast.reliability.model import Node, Rank
 from outlast.reliability.parts import Parts
 from outlast.reliability.policy import Policy
@@ -294,6 +295,23 @@ def test_no_spare_left_shrinks_and_keeps_the_batch(tmp_path):
     world.check_finished()
     world.check_laws()
     assert [b.plan.layout.dp for b in world.of(AttemptPlanned)] == [2, 1]
+
+
+def test_a_connection_that_closed_has_its_time_to_come_back_before_anybody_says_that_it_closed(tmp_path):
+    """The switchboard knows it at once; Gone comes through two queues, and a turn may fall in between."""
+    world = World(tmp_path)
+
+    def cut(w):
+        w.nodes[Node("b")].alive = False
+        w.gang.dead = True
+        w.board.session(Node("b")).connected = False
+        w.loop.call_later(2.0, w.board.events.put_nowait, Gone(Node("b"), "the agent closed the connection"))
+
+    world.world.at_step(24, cut)
+    assert world.go() == 0
+    world.check_laws()
+    (lost,) = (b.signal for b in world.of(Seen) if isinstance(b.signal, m.AgentLost))
+    assert 3.0 <= lost.silent_s < 4.0 and lost.why == "the agent closed the connection"
 
 
 def test_a_feeder_brings_a_replacement_and_the_run_grows_back_at_a_checkpoint(tmp_path):
