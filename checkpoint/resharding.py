@@ -26,6 +26,8 @@ _BOUND: Final = re.compile(r"dp_group_idx_|gbuf_idx_|bucket_idx_|optimizer\.dist
 """Names of optimizer tensors in the coordinates of Megatron's gradient buffers."""
 _STATE: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<kind>\w+?)\.(?P<weight>.+)$")
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+MEGATRONS: Final = "metadata.json"
+"""Megatron's format alone has it. Of others it is not known which moments a weight should have, and by which name."""
 
 
 class Reshardable(Noun, frozen=True, kw_only=True):
@@ -59,7 +61,7 @@ def judge_reshardable(tensors: Tensors) -> Reshardable:
         )
     states = {name for name in tensors.tensors if is_optimizer(name)}
     weights = [name for name in tensors.tensors if name not in states]
-    if states and not bound:
+    if states and not bound and MEGATRONS in tensors.manifest.files:
         problems += _missing_moments(tensors, weights)
     return Reshardable(weights=len(weights), optimizer_tensors=len(states), problems=tuple(problems))
 

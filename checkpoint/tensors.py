@@ -29,7 +29,8 @@ from outlast.checkpoint.verify import read_manifest
 INDEX: Final = ".metadata"
 _STACKED_LAYERS: Final = re.compile(r"(^|\.)layers\.(?![0-9]+\.)")
 _STACKED_EXPERTS: Final = ".experts.experts."
-_OPTIMIZER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+_OPTIMIZER: Final = re.compile(r"^(?:chained_\d+\.)?optimizer\.|(?:^|\.)optim(?:izer)?\.(?:state|param_groups)\.")
+"""As Megatron names it, and as PyTorch's get_state_dict does below whatever name a program gives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
