@@ -56,7 +56,11 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         r"GPU is lost|CUDA error: (?:the )?device (?:is )?(?:lost|unavailable|not ready)|cudaErrorDevicesUnavailable"
         r"|no CUDA-capable device is detected|Unable to determine the device handle",
     ),
-    _row("cuda_oom", "app_exception", r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError\b"),
+    _row(
+        "cuda_oom",
+        "app_exception",
+        r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError\b|Cuda failure (?:2 )?'out of memory'",
+    ),
     _row(
         "cuda_fault",
         "gpu_app_fault",

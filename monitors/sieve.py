@@ -79,7 +79,18 @@ NEEDLES: Final[tuple[bytes, ...]] = tuple(
         *("Traceback", "SIG", "smashing", "bad_alloc", "ut Of Mem", "quota", "o space left", "llegal"),
         *("launch failure", "misaligned", "device-side", "CUBLAS", "CUDNN", "ncclInv", "is killed by", "ransport end"),
         *("ead-only file", "taking the entire", "UCX", "alloc(): ", "free(): ", "_chunk(): ", "idate(): ", "orrupted "),
-        *("exitcode", "noticed that process", "MPI_ABORT", "ailed (exit", "got signal", "] Assertion"),
+        *(
+            "exitcode",
+            "failure of node",
+            "ailed node",
+            "from batch node",
+            "reempted job",
+            "noticed that process",
+            "MPI_ABORT",
+            "ailed (exit",
+            "got signal",
+            "] Assertion",
+        ),
         # as a collector may have rewritten it: in another case, or its message as numbers
         *("xid", "XID", '"MESSAGE":[', '"MESSAGE": [', '"MESSAGE" : ['),
     )

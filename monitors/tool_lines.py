@@ -39,10 +39,13 @@ _COUNTERS: Final = (
 _SLURM: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     (
         "slurm_node_fail",
-        re.compile(r"DUE TO NODE FAILURE|[Nn]ode failure on |state set to DOWN|\bNODE_FAIL\b"),
+        re.compile(
+            r"DUE TO NODE FAILURE|[Nn]ode failure on |state set to DOWN|\bNODE_FAIL\b|due to failure of node "
+            r"|on failed node |missing from batch node "
+        ),
     ),
     ("slurm_time_limit", re.compile(r"DUE TO TIME LIMIT")),
-    ("slurm_preempted", re.compile(r"DUE TO (?:JOB )?(?:PREEMPTION|REQUEUE)")),
+    ("slurm_preempted", re.compile(r"DUE TO (?:JOB )?(?:PREEMPTION|REQUEUE)|preempted job \S{1,60} has been ")),
     ("slurm_kill_failed", re.compile(r"DUE TO JOB NOT ENDING WITH SIGNALS|[Kk]ill task failed")),
     (
         "slurm_oom",
@@ -61,7 +64,8 @@ _SLURM: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     ("slurm_not_responding", re.compile(r"error: Nodes? \S{1,255} not responding")),
 )
 _SLURM_NODE: Final = re.compile(
-    r"(?: ON |[Nn]ode failure on |error: Nodes? (?=\S{1,64} not)|srun: error: (?=\S{1,64}: task))"
+    r"(?: ON |[Nn]ode failure on |failure of node |failed node |from batch node "
+    r"|error: Nodes? (?=\S{1,64} not)|srun: error: (?=\S{1,64}: task))"
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,62})(?![\[A-Za-z0-9._-])"
 )
 

@@ -213,11 +213,11 @@ def read_diag_table(lines: Iterable[Line]) -> Iterator[Fact]:
             continue
         name, cell = m[1].strip(), m[2].strip()
         health = _HEALTH.match(name)
-        if health and cell in ("Failure", "Healthy"):
+        if health and cell in ("Failure", "Warning", "Healthy"):
             # `dcgmi health`: one row for all, then one a GPU
             _, failed, passed, _ = found.get("health", (line.id, set(), False, False))
-            failed = failed | {int(health[1])} if health[1] and cell == "Failure" else failed
-            bare = cell == "Failure" and not failed
+            failed = failed | {int(health[1])} if health[1] and cell != "Healthy" else failed
+            bare = cell != "Healthy" and not failed
             found["health"] = (line.id, failed, passed or cell == "Healthy", bare)
             continue
         for word, gpus in _results(cell):

@@ -130,7 +130,8 @@ def read_storage(line: Line) -> Iterator[Fact]:
             yield LoadFailed(**where(line), why=why, name=named[1] if named else "", text=text[:300])
             break
     for why, regex in _WRITE:
-        if regex.search(text):
+        # a node's own memory is no storage that runs share: that it is full is the program's
+        if regex.search(text) and "/dev/shm" not in text:
             many = _NODES.search(text)
             said = int(many[1]) if many and "other" not in text else line.label.nodes
             yield WriteFailed(**where(line), why=why, nodes=said)

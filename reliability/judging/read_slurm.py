@@ -39,7 +39,11 @@ _SLURM_REASONS: Final = re.compile(
 _CHECKERS: Final = re.compile(r"^(?:NHC|nhc|HealthCheck|health.?check|check_\w{2,40}|dcgm|gpud|node-?problem)\b", re.I)
 _NOBODY: Final = frozenset({"", "none", "n/a", "(null)", "unknown"})
 
-_SINFO_R: Final = re.compile(r"^(\S.{0,120}?) {2,}(\S{1,40}) {1,}([0-9T:-]{10,25}|Unknown) {1,}(\S{1,4000})$")
+_SINFO_R: Final = re.compile(
+    r"^(\S.{0,120}?) {1,}(\S{1,40}) {1,}([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}|Unknown) {1,}"
+    r"([A-Za-z][A-Za-z0-9_.,\[\]-]{0,4000})$"
+)
+"""A reason that fills its column is followed by one blank alone."""
 _ON_NODES: Final = re.compile(r"^(\S.{2,80}?) on ((?:\S{1,255}, ){0,200}\S{1,255})(?: \.\.\.)?(?: |$)")
 _SET_DRAIN: Final = re.compile(
     r"[Ss]etting node (\S{1,255}) state to DRAIN|drain\S{0,6}:? .{0,20}node (\S{1,255}).{0,40}reason", re.IGNORECASE
@@ -106,6 +110,7 @@ _STATES: Final = frozenset(_STATE_WORDS.split())
 _ACCT_ROW: Final = re.compile(
     r"^([0-9]{1,12}(?:[_.][\w+]{1,16})?) {1,}([A-Z_]{3,20}\+?)(?: {1,}([0-9]{1,3}:[0-9]{1,3}))?$"
 )
+_EXIT: Final = re.compile(r"[0-9]{1,3}:[0-9]{1,3}")
 _QUEUE_ROW: Final = re.compile(
     r"^([0-9]{1,12}(?:_[0-9]{1,9})?) .{0,120}?\b([A-Z_]{5,16})\b(?: .{0,80}?\(([^()]{1,80})\))?"
 )
@@ -328,7 +333,8 @@ def _job_row(line: Line, text: str, source: str) -> Iterator[Fact]:
         )
     elif "|" in text and (parts := [p.strip() for p in text.split("|")]) and any(_first(p) in _STATES for p in parts):
         word = next(_first(p) for p in parts if _first(p) in _STATES)
-        yield JobListed(**where(line), job=parts[0], state=word, live=live)
+        code = next((p for p in parts if _EXIT.fullmatch(p)), "")
+        yield JobListed(**where(line), job=parts[0], state=word, live=live, exit=code)
     elif queued and queued[2] in _STATES:
         yield JobListed(**where(line), job=queued[1], state=queued[2], live=live, reason=queued[3] or "")
     elif source in ("squeue", "sacct") and _first(text) in _STATES:

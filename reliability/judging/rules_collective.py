@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from outlast.reliability.judging.facts import Disagreed, Missing, NetError, RankSaid, Waited
 from outlast.reliability.judging.facts_run import Reach
+from outlast.reliability.judging.rules_host import port_stays_down
 from outlast.reliability.judging.scene import Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
 from outlast.reliability.model import Kind
@@ -127,7 +128,9 @@ def paths(scene: Scene) -> Iterator[Finding]:
 
 
 def waits(scene: Scene) -> Iterator[Finding]:
-    """Time-outs alone: nobody is missing, so nobody is blamed."""
+    """Time-outs alone: nobody is missing, so nobody is blamed. A port that is down explains them better."""
+    if port_stays_down(scene):
+        return
     waited = scene.seen(Waited)
     echoes = [s for s in scene.seen(RankSaid) if s.echo or s.class_ == "nccl_net_error"]
     if not waited:

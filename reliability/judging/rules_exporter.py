@@ -82,12 +82,11 @@ def raised_gauge(scene: Scene) -> Iterator[Finding]:
     meaning = scene.meaning(code)
     program = meaning.class_ in ("gpu_app_fault", "gpu_secondary")
     hard = meaning.class_ in HARDWARE or meaning.action.startswith("drain")
-    sure = hard and edges[(node, gpu)]
     verdict: str = Kind.APP_FAULT if program else Kind.HARDWARE_SUSPECT if hard else Kind.NO_FAULT
     action = (
         (Act.LOG if code == CHANNEL_RESET or not edges[(node, gpu)] else Act.RESTART)
         if program
-        else (Act.JOB_END if sure else Act.PAGE if hard else Act.LOG)
+        else (Act.PAGE if hard else Act.LOG)
     )
     yield Finding(
         verdict=verdict,

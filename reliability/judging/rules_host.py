@@ -97,6 +97,14 @@ def shared_files(scene: Scene) -> Iterator[Finding]:
     )
 
 
+def port_stays_down(scene: Scene) -> bool:
+    """Some node's kernel lost a port's link and did not tell that it came back."""
+    own = scene.seen(HostFault)
+    downs = [h for h in own if h.key == "nic_down"]
+    ups = [h for h in own if h.key in ("nic_up", "nic_module_up")]
+    return bool(downs) and (not ups or max(u.id for u in ups) < max(d.id for d in downs))
+
+
 def ports(scene: Scene) -> Iterator[Finding]:
     """Network ports and cables. Heat or a flap alone is noted; with slower communication the cable is suspected."""
     own = [h for h in scene.seen(HostFault) if h.class_ in ("nic_link_flap", "nic_health", "nic_power")]
@@ -105,9 +113,8 @@ def ports(scene: Scene) -> Iterator[Finding]:
         return
     slower = [m for m in scene.seen(Measured) if m.what == "communication" and m.change > 0]
     downs = [h for h in own if h.key == "nic_down"]
-    ups = [h for h in own if h.key in ("nic_up", "nic_module_up")]
     hot = [h for h in own if h.key in ("nic_module", "nic_timeout")]
-    stays = bool(downs) and (not ups or max(u.id for u in ups) < max(d.id for d in downs))
+    stays = port_stays_down(scene)
     if len(nodes_of(near(downs))) >= MANY_NODES:
         yield _common(downs[0], downs)
         return
@@ -141,6 +148,16 @@ def processors(scene: Scene) -> Iterator[Finding]:
     stuck = [h for h in own if h.key in _STUCK]
     if stuck and len(nodes_of(near(stuck))) >= MANY_NODES:
         yield _common(stuck[0], stuck)
+    elif not stuck and len(nodes_of(own)) >= MANY_NODES:
+        yield Finding(
+            verdict=Kind.INFRA_EVENT,
+            action=Act.WAIT,
+            rule="many_nodes_wait",
+            why=f"tasks wait without end on {len(nodes_of(own))} nodes: for what they share, storage most often",
+            culprit="storage",
+            evidence=ids(own),
+            rejected=(lost("the nodes", "what they share does not answer"),),
+        )
     elif own:
         chief = (stuck or own)[0]
         yield Finding(

@@ -6,7 +6,7 @@ start, needs a person.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from outlast.reliability.judging.facts_run import CheckFailed, GpusShort, JobListed, NodeGone, Refused
@@ -121,13 +121,14 @@ def checkers(scene: Scene) -> Iterator[Finding]:
 def job_state(scene: Scene) -> Iterator[Finding]:
     """One job and its state. A queue with several jobs is a listing."""
     jobs = [j for j in scene.seen(JobListed) if not j.truncated]
-    if len({j.job for j in jobs}) != 1 or (any(j.live for j in jobs) and any(not j.live for j in jobs)):
+    if len({j.job.split(".")[0] for j in jobs}) != 1 or (any(j.live for j in jobs) and any(not j.live for j in jobs)):
         return
-    job = jobs[-1]
+    # of a job's own row and those of its steps, its own tells why it ended
+    job = next((j for j in reversed(jobs) if "." not in j.job), jobs[-1])
     if job.state == "PENDING" and job.reason:
         yield _waiting(job)
     elif job.state in _STATES:
-        verdict, action, why = _STATES[job.state]
+        verdict, action, why = _failed(jobs) if job.state == "FAILED" else _STATES[job.state]
         yield Finding(
             verdict=verdict,
             action=action,
@@ -137,6 +138,16 @@ def job_state(scene: Scene) -> Iterator[Finding]:
             evidence=ids(jobs),
             checks={"state": job.state},
         )
+
+
+def _failed(jobs: Sequence[JobListed]) -> tuple[Kind, Act, str]:
+    """A job that failed, by the exit of its steps: `code:signal` as accounting writes it."""
+    ends = [j.exit.partition(":") for j in jobs if j.exit and j.state == "FAILED"]
+    if any(code == "16" for code, _, _ in ends):
+        return Kind.AMBIGUOUS, Act.SPARE, "exit 16: the program asks for the same train_step on another GPU"
+    if any(code == "0" and signal != "0" for code, _, signal in ends):
+        return Kind.AMBIGUOUS, Act.RESTART, "it was killed, and accounting does not say by whom"
+    return _STATES["FAILED"]
 
 
 def unknown_jobs(scene: Scene) -> Iterator[Finding]:

@@ -393,6 +393,25 @@ def test_more_kinds(kind: str, given: Any, verdict: str, action: str) -> None:
     assert (answer.verdict, str(answer.action)) == (verdict, action), answer.because
 
 
+RECORDED = [json.loads(line) for line in (told.DATA / "kinds.jsonl").read_text().splitlines()]
+"""More of them, as data: forms of other drivers, releases and tools."""
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda c: c["kind"])
+def test_kinds_in_other_forms(case: dict[str, Any]) -> None:
+    answer = told.judged({"id": case["kind"], "input": case["input"]})
+    assert (answer.verdict, str(answer.action)) == (case["verdict"], case["action"]), answer.because
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=lambda c: c["kind"])
+def test_carriage_returns_change_no_verdict(case: dict[str, Any]) -> None:
+    """A collector on the way may end lines as Windows does."""
+    given = case["input"]
+    text = given.replace("\n", "\r\n") if isinstance(given, str) else [{**i, "text": i["text"] + "\r"} for i in given]
+    answer = told.judged({"id": case["kind"], "input": text})
+    assert (answer.verdict, str(answer.action)) == (case["verdict"], case["action"]), answer.because
+
+
 def test_history_in_the_context_escalates_and_unknown_keys_are_ignored() -> None:
     line = XID + "94, pid=2, name=p, Ch 8"
     case = {"id": "h", "input": [kernel("2025-03-02T10:00:00Z", "n1", line)]}
