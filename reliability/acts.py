@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
-from outlast.reliability import model as m
+from outlast.reliability.actions import Action, Advise, Drain, Feed, Hold, Release, Requeue, RollBack
 from outlast.reliability.lane import Lane
 from outlast.reliability.model import JobId, Node
 from outlast.reliability.ports import Allocation, CheckpointStore, Cluster, Pager, PortError
@@ -63,37 +63,37 @@ class Acts:
                 await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable: the loop returns")
 
-    async def _once(self, action: m.Action, state: RunState, allocations: tuple[Allocation, ...]) -> str:
+    async def _once(self, action: Action, state: RunState, allocations: tuple[Allocation, ...]) -> str:
         match action:
-            case m.Drain(node=node, reason=reason):
+            case Drain(node=node, reason=reason):
                 return await call(lambda: self.cluster.drain(node, reason))
-            case m.Advise(node=node, command=command, why=why):
+            case Advise(node=node, command=command, why=why):
                 await self.page(f"advice: drain {node}", f"{why}\n{command}")
                 return command
-            case m.Hold(why=why):
+            case Hold(why=why):
                 await self.page("held: a person is needed", why)
                 return "paged"
-            case m.Feed(nodes=count, exclude=exclude):
+            case Feed(nodes=count, exclude=exclude):
                 known = {f.job for f in state.feeders}
                 for allocation in allocations:
                     live = allocation.state in ("PENDING", "CONFIGURING", "RUNNING")
                     if allocation.feeder and live and allocation.job not in known:
                         return allocation.job
                 return await call(lambda: self.cluster.feed(count, exclude))
-            case m.Requeue(exclude=exclude):
+            case Requeue(exclude=exclude):
                 job = _own_job(allocations)
                 await call(lambda: self.cluster.requeue(job, exclude))
                 return f"job {job} queued again without {', '.join(exclude) or 'anything'}"
-            case m.Release(node=node, job=job):
+            case Release(node=node, job=job):
                 left = await self.let_go(node)
                 done = await call(lambda: self.cluster.release(node, job))
                 return done if left else f"{done}; its agent had not left by then"
-            case m.RollBack() as back:
+            case RollBack() as back:
                 return await self._set_aside(back)
             case _:
                 return ""
 
-    async def _set_aside(self, back: m.RollBack) -> str:
+    async def _set_aside(self, back: RollBack) -> str:
         steps = (back.quarantine, *back.too)
         for step in steps:
             await self.setting_aside.ask(partial(self.store.quarantine, step, back.why), timeout_s=_CALL_S)

@@ -10,10 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from outlast.reliability import model as m
+from outlast.reliability.actions import (
+    Action,
+    Advise,
+    Drain,
+    EndRun,
+    Feed,
+    Grow,
+    Hold,
+    LeaveIt,
+    Requeue,
+    RestartInPlace,
+    RollBack,
+    Shrink,
+    Swap,
+    Wait,
+)
 from outlast.reliability.elastic import plan_layout, wanted
-from outlast.reliability.model import Action, Layout, Node, Noun, Plan, Verdict
+from outlast.reliability.model import Layout, Node, Noun, Plan
 from outlast.reliability.runfile import LayoutAsked, Limits
+from outlast.reliability.verdict import Verdict
 
 GATHER_S = 10.0
 """At the beginning, this long for all agents: the first in the allocation train, not the first to be ready."""
@@ -59,20 +75,20 @@ class Situation(Noun, frozen=True, kw_only=True):
 def decide(verdict: Verdict, now: Situation, *, legal: Legal) -> tuple[Action, ...]:
     """The actions for one new verdict, in the order to carry them out: drains first, one change of the run last."""
     if verdict.ends:
-        return (m.EndRun(outcome=verdict.ends, why=verdict.because),)
+        return (EndRun(outcome=verdict.ends, why=verdict.because),)
     drains = _drains(verdict, now)
     if verdict.hold:
-        return (*drains, m.Hold(why=verdict.because))
+        return (*drains, Hold(why=verdict.because))
     in_plan = now.plan is not None and verdict.node in now.plan.nodes
-    back = m.RollBack(quarantine=verdict.quarantine, too=verdict.quarantine_too, why=verdict.because)
+    back = RollBack(quarantine=verdict.quarantine, too=verdict.quarantine_too, why=verdict.because)
     if not verdict.stops and verdict.quarantine >= 0:
         return (*drains, back)
     if not verdict.stops:
         why = "the attempt goes on" + (f"; {verdict.node} is not used any more" if verdict.convicts else "")
-        return (*drains, m.LeaveIt(why=why))
+        return (*drains, LeaveIt(why=why))
     if now.failures_without_progress + 1 >= now.limits.attempts_without_progress and not verdict.at_checkpoint:
         times = now.failures_without_progress + 1
-        return (*drains, m.Hold(why=f"{times} attempts in a row without progress; the last: {verdict.because}"))
+        return (*drains, Hold(why=f"{times} attempts in a row without progress; the last: {verdict.because}"))
     if verdict.quarantine >= 0:
         return (*drains, back)
     return (*drains, *ladder(now, legal=legal, why=verdict.rule, at_checkpoint=verdict.at_checkpoint and in_plan))
@@ -84,11 +100,11 @@ def _drains(verdict: Verdict, now: Situation) -> tuple[Action, ...]:
     reason = f"outlast: {verdict.rule}: {verdict.because}"[:200]
     command = f'scontrol update nodename={verdict.node} state=drain reason="{verdict.rule}"'
     if not now.may_drain:
-        return (m.Advise(node=verdict.node, command=command, why="this user may not drain nodes"),)
+        return (Advise(node=verdict.node, command=command, why="this user may not drain nodes"),)
     if now.drains_last_hour >= now.limits.drains_per_hour:
         spent = f"{now.drains_last_hour} drains in the last hour, the budget is {now.limits.drains_per_hour}"
-        return (m.Advise(node=verdict.node, command=command, why=spent),)
-    return (m.Drain(node=verdict.node, reason=reason),)
+        return (Advise(node=verdict.node, command=command, why=spent),)
+    return (Drain(node=verdict.node, reason=reason),)
 
 
 def ladder(now: Situation, *, legal: Legal, why: str, at_checkpoint: bool = False) -> tuple[Action, ...]:
@@ -97,17 +113,17 @@ def ladder(now: Situation, *, legal: Legal, why: str, at_checkpoint: bool = Fals
     if plan is None and now.expected and now.waiting_since_s is not None:
         gather = now.waiting_since_s + GATHER_S
         if now.now_s < gather and len(usable) >= now.nodes_wanted:
-            return (m.Wait(until_s=gather, why=f"{now.expected} more agents are starting"),)
+            return (Wait(until_s=gather, why=f"{now.expected} more agents are starting"),)
     out = tuple(n for n in plan.nodes if n not in usable) if plan else ()
     if plan and not out and (plan.layout == now.layout_wanted or len(usable) < now.nodes_wanted):
-        return (m.RestartInPlace(why=why),)
+        return (RestartInPlace(why=why),)
     if len(usable) >= now.nodes_wanted:
         if plan is None:
-            return (m.RestartInPlace(why="all nodes are there"),)
+            return (RestartInPlace(why="all nodes are there"),)
         if plan.layout != now.layout_wanted:
-            return (m.Grow(layout=now.layout_wanted, why=why),)
+            return (Grow(layout=now.layout_wanted, why=why),)
         into = tuple(n for n in usable if n not in plan.nodes)[: len(out)]
-        return (m.Swap(out=out, into=into, why=why, at_checkpoint=at_checkpoint),)
+        return (Swap(out=out, into=into, why=why, at_checkpoint=at_checkpoint),)
     return _too_few(now, out, legal, why)
 
 
@@ -115,26 +131,26 @@ def _too_few(now: Situation, out: tuple[Node, ...], legal: Legal, why: str) -> t
     """Fewer nodes than wanted: wait for some, train on with what there is, or give the allocation back."""
     if not now.has_allocation:
         # the job ended or waits in the queue: whoever starts in the next one decides, with its nodes in view
-        return (m.Wait(until_s=now.now_s + now.limits.start_timeout_s, why="no allocation of the run is running"),)
+        return (Wait(until_s=now.now_s + now.limits.start_timeout_s, why="no allocation of the run is running"),)
     missing = now.nodes_wanted - len(now.usable)
     feed: tuple[Action, ...] = ()
     if now.can_feed and now.feeding < missing and now.expected < missing:
-        feed = (m.Feed(nodes=missing - now.feeding, exclude=now.excluded, why=f"{missing} nodes too few"),)
+        feed = (Feed(nodes=missing - now.feeding, exclude=now.excluded, why=f"{missing} nodes too few"),)
     coming = now.feeding + now.expected + (missing if feed else 0)
     since = now.now_s if now.waiting_since_s is None else now.waiting_since_s
     patience = now.limits.start_timeout_s if now.expected else now.limits.wait_for_spare_s
     if coming and now.now_s < since + patience:
-        return (*feed, m.Wait(until_s=since + patience, why=f"{missing} nodes too few; {coming} may come"))
+        return (*feed, Wait(until_s=since + patience, why=f"{missing} nodes too few; {coming} may come"))
     fit = plan_layout(
         now.asked, ranks=len(now.usable) * now.ranks_per_node, ranks_per_node=now.ranks_per_node, legal=legal
     )
     if fit is not None and nodes_for(fit, now.ranks_per_node) >= now.nodes_min:
-        return (*feed, m.Shrink(out=out, layout=fit, feed=missing if now.can_feed else 0, why=why))
+        return (*feed, Shrink(out=out, layout=fit, feed=missing if now.can_feed else 0, why=why))
     if now.can_requeue and not set(now.excluded) <= now.requeued_for:
-        return (m.Requeue(exclude=now.excluded, why=f"{len(now.usable)} usable nodes cannot carry the run"),)
+        return (Requeue(exclude=now.excluded, why=f"{len(now.usable)} usable nodes cannot carry the run"),)
     return (
         *feed,
-        m.Hold(
+        Hold(
             why=f"{len(now.usable)} usable nodes, {now.nodes_min} are the fewest acceptable"
             + (f" (excluded: {', '.join(now.excluded)})" if now.excluded else "")
         ),
@@ -145,11 +161,11 @@ def nodes_for(layout: Layout, ranks_per_node: int) -> int:
     return -(-layout.world_size // ranks_per_node)
 
 
-def grow(now: Situation) -> m.Grow | None:
+def grow(now: Situation) -> Grow | None:
     """Whether enough nodes are there again for the wanted layout, while a smaller one trains."""
     if now.plan is None or now.plan.layout == now.layout_wanted or len(now.usable) < now.nodes_wanted:
         return None
-    return m.Grow(layout=now.layout_wanted, why=f"{len(now.usable)} nodes are usable again")
+    return Grow(layout=now.layout_wanted, why=f"{len(now.usable)} nodes are usable again")
 
 
 def next_layout(now: Situation, *, legal: Legal) -> Layout | None:

@@ -5,8 +5,10 @@ Everything that a person or a program later asks is read back from these. Intent
 
 from __future__ import annotations
 
+from outlast.reliability.actions import Action
 from outlast.reliability.attempt import Event, State
-from outlast.reliability.model import Action, Layout, Noun, Plan, Signal, StepSeen, Verdict
+from outlast.reliability.model import Layout, Noun, Plan, Signal, StepSeen
+from outlast.reliability.verdict import Verdict
 
 
 class RunStarted(Noun, frozen=True, kw_only=True, tag="run_started"):

@@ -22,24 +22,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from outlast.reliability.actions import Grow, Hold, Requeue, RestartInPlace, RollBack, Shrink, Swap, Wait
 from outlast.reliability.attempt import Event, State
 from outlast.reliability.events import LogEvent
-from outlast.reliability.model import (
-    Grow,
-    Hold,
-    Kind,
-    NoProgress,
-    Noun,
-    RankPlaced,
-    Requeue,
-    RestartInPlace,
-    RollBack,
-    Scope,
-    Shrink,
-    Swap,
-    Wait,
-)
+from outlast.reliability.model import NoProgress, Noun, RankPlaced
 from outlast.reliability.timeline import Case, StepMark, Trace, Trial, trace
+from outlast.reliability.verdict import Kind, Scope
 
 STATES: Final = (
     "train",

@@ -11,13 +11,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from outlast.reliability import model as m
+from outlast.reliability.actions import Action, Advise, Drain, Feed, Hold, LeaveIt, Release, Requeue, Wait
 from outlast.reliability.attempt import State
 from outlast.reliability.events import LogEvent
 from outlast.reliability.goodput import Cost, Ledger, Span, costs, reckon, sign_s, spans
-from outlast.reliability.model import Layout, Node, Noun, Plan, StepSeen, Verdict
+from outlast.reliability.model import Layout, Node, Noun, Plan, StepSeen
 from outlast.reliability.saves_view import SavesView, look_at_saves
 from outlast.reliability.timeline import Act, Case, Trace, Trial, trace
+from outlast.reliability.verdict import Verdict
 from outlast.reliability.wording import tell_action, tell_signal
 
 _RECENT_STEPS: Final = 50
@@ -34,7 +35,7 @@ class EvidenceLine(Noun, frozen=True, kw_only=True):
 class ActView(Noun, frozen=True, kw_only=True):
     act: int
     at_s: float
-    action: m.Action
+    action: Action
     text: str
     ok: bool | None = None
     """None: no outcome yet."""
@@ -181,19 +182,19 @@ def _state(run: Trace) -> tuple[str, str]:
         return run.ended.outcome, run.ended.why
     trial = run.newest
     if trial is None:
-        waits = [act.action.why for act in run.acts.values() if isinstance(act.action, m.Wait)]
+        waits = [act.action.why for act in run.acts.values() if isinstance(act.action, Wait)]
         return "waiting", waits[-1] if waits else "for its nodes"
     if trial.state is State.ENDED or not trial.moves:
         settled = next((a.action for a in reversed(trial.acts) if not isinstance(a.action, _BESIDE)), None)
-        held = isinstance(settled, m.Hold) and trial.continued_s is None
-        if isinstance(settled, m.Hold | m.Wait | m.Requeue) and trial.continued_s is None:
+        held = isinstance(settled, Hold) and trial.continued_s is None
+        if isinstance(settled, Hold | Wait | Requeue) and trial.continued_s is None:
             return ("held" if held else "waiting"), settled.why
         if trial.state is State.ENDED:
             return "restarting", ""
     return str(trial.state), ""
 
 
-_BESIDE: Final = (m.Drain, m.Advise, m.Feed, m.Release, m.LeaveIt)
+_BESIDE: Final = (Drain, Advise, Feed, Release, LeaveIt)
 """Actions that do not settle how the run goes on."""
 
 

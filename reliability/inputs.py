@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Drain, Hold
 from outlast.reliability.acts import call
 from outlast.reliability.attempt import State
 from outlast.reliability.events import Outcome, StepsDone
@@ -93,7 +94,7 @@ class Inputs:
         match item:
             case Outcome() as outcome:
                 if outcome.act in loop.state.open_acts:
-                    if isinstance(loop.state.open_acts[outcome.act].action, m.Drain):
+                    if isinstance(loop.state.open_acts[outcome.act].action, Drain):
                         loop.watch.poke()  # it may be given back as soon as Slurm shows it
                     loop.record(outcome)
             case m.CheckpointSeen() as checkpoint:
@@ -216,7 +217,7 @@ class Inputs:
         accepted = any(f.ask.what == "continue" for f in loop.state.evidence.asks)
         if changes.fatal and not accepted and not loop.state.held:
             what = "; ".join(changes.fatal)
-            loop.intend(m.Hold(why=f"the run is not made of what it began with: {what}; `outlast continue` accepts it"))
+            loop.intend(Hold(why=f"the run is not made of what it began with: {what}; `outlast continue` accepts it"))
 
     def _site(self, seen: SiteSeen) -> None:
         loop = self.loop

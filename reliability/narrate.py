@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Action, Wait
 from outlast.reliability.attempt import Event, State
 from outlast.reliability.events import (
     AttemptMoved,
@@ -30,7 +31,7 @@ class Narrator:
     def __init__(self, target: int, every: int = 10) -> None:
         self.target, self.every = target, every
         self.plan: m.Plan | None = None
-        self.actions: dict[int, m.Action] = {}
+        self.actions: dict[int, Action] = {}
         self.incident_s = 0.0
         self.epochs = 0
 
@@ -47,7 +48,7 @@ class Narrator:
                 yield from (visible(line) for line in _incident(stamp, judged))
             case Intent(act=act, action=action):
                 self.actions[act] = action
-                if not isinstance(action, m.Wait):
+                if not isinstance(action, Wait):
                     yield f"{_INDENT}action:  {tell_action(action)}"
             case Outcome(act=act, ok=False, detail=detail) if act in self.actions and "takes its place" not in detail:
                 yield f"{_INDENT}failed:  {tell_action(self.actions[act])}: {one_line(detail)}"

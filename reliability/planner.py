@@ -9,6 +9,7 @@ import msgspec
 
 from outlast.reliability import model as m
 from outlast.reliability import planning
+from outlast.reliability.actions import Action, EndRun, Hold, Requeue, Wait
 from outlast.reliability.decide import ladder
 from outlast.reliability.events import AttemptPlanned
 from outlast.reliability.lane import Lane
@@ -43,7 +44,7 @@ class Planner:
             now = loop.state.evidence.current
             assert now is not None, "a target is reached by an attempt"
             steps = f"train_step {now.reached}" if now.reached > 0 else "exit 0 of all ranks"
-            loop.intend(m.EndRun(outcome="finished", why=f"{steps} reached"))
+            loop.intend(EndRun(outcome="finished", why=f"{steps} reached"))
             return
         left_s = too_late_s(loop.state, loop.parts.run, loop.watch.site.allocations, loop.now_s())
         if left_s is not None:
@@ -51,7 +52,7 @@ class Planner:
             return
         failures, limit = loop.state.failures_without_progress, loop.parts.run.limits.attempts_without_progress
         if failures >= limit:
-            loop.intend(m.Hold(why=f"{failures} attempts in a row without progress"))
+            loop.intend(Hold(why=f"{failures} attempts in a row without progress"))
             return
         if self._nodes_are_there():
             self._plan()
@@ -64,18 +65,18 @@ class Planner:
             if not loop.state.open(type(action)):
                 loop.intend(action)
         last = actions[-1]
-        if isinstance(last, m.Wait):
-            if not loop.state.open(m.Wait):
+        if isinstance(last, Wait):
+            if not loop.state.open(Wait):
                 loop.intend(last)
             return False
-        if isinstance(last, (m.Hold, m.Requeue)):
+        if isinstance(last, (Hold, Requeue)):
             loop.intend(last)
             return False
         if loop.state.evidence.current is not None:
             self._announce(last)
         return True
 
-    def _announce(self, action: m.Action) -> None:
+    def _announce(self, action: Action) -> None:
         """The rung that is really taken, where it is not the one that was said when the verdict fell."""
         opened = [a for a in self.loop.state.open_acts.values() if isinstance(a.action, planning.CHANGES)]
         for act in opened:

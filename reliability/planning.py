@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outlast.reliability import model as m
+from outlast.reliability.actions import Feed, Grow, Release, Requeue, RestartInPlace, RollBack, Shrink, Swap
 from outlast.reliability.attempt import State
 from outlast.reliability.decide import Legal, Situation, choose_nodes, next_layout
 from outlast.reliability.elastic import places
@@ -13,7 +13,7 @@ from outlast.reliability.ports import Allocation, Restore
 from outlast.reliability.runfile import RunFile
 from outlast.reliability.runstate import RunState
 
-CHANGES = (m.RestartInPlace, m.Swap, m.Shrink, m.Grow, m.Requeue)
+CHANGES = (RestartInPlace, Swap, Shrink, Grow, Requeue)
 """Actions that end with another attempt; their outcome is that attempt's first train_step."""
 
 
@@ -57,7 +57,7 @@ _UNSEEN_S = 60.0
 def feeding(state: RunState, site: SiteView, now_s: float) -> int:
     """Nodes of feeder jobs that are asked for and have not started."""
     listed = {a.job: a.state for a in site.allocations}
-    count = sum(a.action.nodes for a in state.open(m.Feed) if isinstance(a.action, m.Feed))
+    count = sum(a.action.nodes for a in state.open(Feed) if isinstance(a.action, Feed))
     for feeder in state.feeders:
         waits = listed.get(feeder.job) in ("PENDING", "CONFIGURING")
         unseen = feeder.job not in listed and now_s < feeder.at_s + _UNSEEN_S
@@ -91,7 +91,7 @@ def situation(state: RunState, site: SiteView, run: RunFile, *, now_s: float) ->
     )
 
 
-def releasable(state: RunState, site: SiteView, own: Node) -> m.Release | None:
+def releasable(state: RunState, site: SiteView, own: Node) -> Release | None:
     """A node that is being drained and that nothing of the run uses any more: kept, it would be draining for the
     whole job, and nobody could repair it. None where there is none.
 
@@ -107,7 +107,7 @@ def releasable(state: RunState, site: SiteView, own: Node) -> m.Release | None:
             draining = node in state.excluded and slurm is not None and "drain" in slurm.flags
             if draining and idle and not fixed and node != own and (node, allocation.job) not in state.released:
                 why = f"{state.excluded[node].rule}: Slurm drains it, and no rank of the run is on it"
-                return m.Release(node=node, job=allocation.job, why=why)
+                return Release(node=node, job=allocation.job, why=why)
     return None
 
 
@@ -147,8 +147,8 @@ def may_plan(state: RunState) -> bool:
         and state.ending is None
         and state.ended is None
         and not state.unsettled
-        and not state.open(m.Requeue)
-        and not state.open(m.RollBack)
+        and not state.open(Requeue)
+        and not state.open(RollBack)
     )
 
 

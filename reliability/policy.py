@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Set
 from typing import Protocol
 
 from outlast.reliability.evidence import Evidence
-from outlast.reliability.model import Node, Noun, Verdict
+from outlast.reliability.model import Node, Noun
+from outlast.reliability.verdict import Verdict
 
 
 class XidMeaning(Protocol):

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from outlast.reliability import model as m
+from outlast.reliability.actions import (
+    Action,
+    Advise,
+    Drain,
+    EndRun,
+    Hold,
+    LeaveIt,
+    RestartInPlace,
+    RollBack,
+    Shrink,
+    Swap,
+)
 from outlast.reliability.model import Node, Noun
 from outlast.reliability.planning import CHANGES
+from outlast.reliability.verdict import Kind
 
 
 class Told(Noun, frozen=True, kw_only=True, omit_defaults=False):
@@ -15,7 +27,7 @@ class Told(Noun, frozen=True, kw_only=True, omit_defaults=False):
 
     at_s: float
     run: str
-    kind: m.Kind
+    kind: Kind
     rule: str
     node: Node | None
     gpu: str | None
@@ -31,38 +43,38 @@ class Told(Noun, frozen=True, kw_only=True, omit_defaults=False):
 
 
 _ACTS: Final[tuple[tuple[type[Noun] | tuple[type[Noun], ...], str], ...]] = (
-    (m.Drain, "drain"),
-    (m.Advise, "advise"),
-    ((*CHANGES, m.RollBack), "restart"),
-    ((m.Hold, m.Advise), "page"),
-    (m.EndRun, "end"),
+    (Drain, "drain"),
+    (Advise, "advise"),
+    ((*CHANGES, RollBack), "restart"),
+    ((Hold, Advise), "page"),
+    (EndRun, "end"),
 )
 
 
-def acts_of(actions: Sequence[m.Action]) -> tuple[str, ...]:
+def acts_of(actions: Sequence[Action]) -> tuple[str, ...]:
     """What these actions are to an admin: drain advise restart page end."""
     return tuple(word for kinds, word in _ACTS if any(isinstance(a, kinds) for a in actions))
 
 
-def words_of(action: m.Action) -> str:
+def words_of(action: Action) -> str:
     match action:
-        case m.Drain(node=node):
+        case Drain(node=node):
             return f"drain {node}"
-        case m.Advise(node=node, why=why):
+        case Advise(node=node, why=why):
             return f"page: drain {node}? ({why})"
-        case m.Swap(out=out, at_checkpoint=later):
+        case Swap(out=out, at_checkpoint=later):
             return f"restart without {' '.join(out)}" + (" at the next checkpoint" if later else "")
-        case m.Shrink(out=out):
+        case Shrink(out=out):
             return f"restart smaller without {' '.join(out)}"
-        case m.RestartInPlace():
+        case RestartInPlace():
             return "restart on the same nodes"
-        case m.RollBack(quarantine=step):
+        case RollBack(quarantine=step):
             return f"restart from before checkpoint {step}"
-        case m.Hold(why=why):
+        case Hold(why=why):
             return f"hold and page: {why}"
-        case m.LeaveIt(why=why):
+        case LeaveIt(why=why):
             return why
-        case m.EndRun(outcome=outcome):
+        case EndRun(outcome=outcome):
             return f"end the run: {outcome}"
         case _:
             return type(action).__name__.lower()

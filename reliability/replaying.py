@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Action, RollBack
 from outlast.reliability.attempt import Event, State
 from outlast.reliability.decide import decide
 from outlast.reliability.events import (
@@ -39,6 +40,7 @@ from outlast.reliability.replay_rows import Told, acts_of, words_of
 from outlast.reliability.rules import RULES
 from outlast.reliability.runfile import Cluster, LayoutAsked, Limits, RunFile, Task
 from outlast.reliability.runstate import RunState, advance
+from outlast.reliability.verdict import Verdict
 
 TURN_S: Final = 0.05
 """Signals this close together are judged together, as in one turn of the supervisor's loop."""
@@ -296,14 +298,14 @@ class VirtualRun:
             actions = self._act(verdict, incident, now_s)
             if verdict.rule != "operator_continue":  # the virtual person's
                 self._tell(self._row(verdict, actions, now_s))
-            if any(isinstance(a, (*CHANGES, m.RollBack)) for a in actions):
+            if any(isinstance(a, (*CHANGES, RollBack)) for a in actions):
                 changed = verdict.rule
         if changed and not self._state.held and self._state.ending is None:
             self._restart(now_s, changed)
         elif self._state.held or self._state.ending is not None:
             self._stop(now_s, "held")
 
-    def _act(self, verdict: m.Verdict, incident: int, now_s: float) -> tuple[m.Action, ...]:
+    def _act(self, verdict: Verdict, incident: int, now_s: float) -> tuple[Action, ...]:
         nodes = tuple(self._state.evidence.nodes)
         given = Allocation(job=JobId(self.name), nodes=nodes, state="RUNNING")
         site = SiteView(allocations=(given,), may_drain=True)
@@ -350,7 +352,7 @@ class VirtualRun:
         if nodes:
             self._plan(at_s, nodes, why)
 
-    def _row(self, verdict: m.Verdict, actions: Sequence[m.Action], at_s: float) -> Told:
+    def _row(self, verdict: Verdict, actions: Sequence[Action], at_s: float) -> Told:
         return Told(
             at_s=at_s,
             run=self.name,

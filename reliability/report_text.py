@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-from outlast.reliability import model as m
 from outlast.reliability.goodput import STATES, Ledger
 from outlast.reliability.history import ActView, AttemptView, IncidentView, RunView, Samples
-from outlast.reliability.model import Noun, Verdict
+from outlast.reliability.model import Noun
 from outlast.reliability.saves_view import SavesView
+from outlast.reliability.verdict import Scope, Verdict
 from outlast.reliability.wording import count, duration, many, one_line, percent, undo_of, utc
 
 # ---------------------------------------------------------------- data
@@ -145,7 +145,7 @@ def culprit(verdict: Verdict) -> str:
     parts = [f"node {verdict.node}"] if verdict.node else []
     parts += [f"GPU {verdict.gpu}"] if verdict.gpu else []
     parts += [f"rank {verdict.rank}"] if verdict.rank is not None else []
-    if not parts and verdict.scope in (m.Scope.CHECKPOINT, m.Scope.TRAIN_STEP, m.Scope.ALLOCATION):
+    if not parts and verdict.scope in (Scope.CHECKPOINT, Scope.TRAIN_STEP, Scope.ALLOCATION):
         parts = [f"checkpoint {verdict.quarantine}" if verdict.quarantine >= 0 else str(verdict.scope)]
     return one_line(", ".join(parts) or "nobody")
 

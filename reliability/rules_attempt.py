@@ -19,7 +19,7 @@ from outlast.reliability.evidence import (
     primary_exit,
     tells_rerun,
 )
-from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
+from outlast.reliability.model import Node
 from outlast.reliability.policy import Case, Finding, Pending
 from outlast.reliability.rules_checkpoint import (
     died_so_before,
@@ -30,6 +30,7 @@ from outlast.reliability.rules_checkpoint import (
     suspect,
     tell_doubtful,
 )
+from outlast.reliability.verdict import Confidence, Kind, Rejected, Scope, Verdict
 from outlast.reliability.verdict_shapes import NO_HARDWARE, on_exit
 
 

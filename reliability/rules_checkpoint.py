@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from outlast.reliability.evidence import AttemptFacts, Evidence, ExitFact, Failure
-from outlast.reliability.model import Confidence, Kind, Node, Rejected, Scope, Verdict
+from outlast.reliability.model import Node
 from outlast.reliability.policy import Case, Finding
+from outlast.reliability.verdict import Confidence, Kind, Rejected, Scope, Verdict
 from outlast.reliability.verdict_shapes import NO_HARDWARE, on_exit
 
 NOT_AS_SAVED: Final = "NotAsSaved"

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast.reliability.gpu_facts import key_of, standing
-from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
+from outlast.reliability.model import GateOutcome, Node
 from outlast.reliability.node_facts import GpuFact, NodeFacts, XidFact
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending
 from outlast.reliability.rules_node import EXPORTER, convicting_change, everywhere, in_use, many, meaning, wide
+from outlast.reliability.verdict import Confidence, Kind, Rejected, Scope, Verdict
 
 _MEMORY = "gpu_memory_ue"
 _WEDGED = "UNRECOGNIZED_CLIENT"

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from outlast.reliability.attempt import State
 from outlast.reliability.evidence import memory_kills, primary_exit
 from outlast.reliability.gpu_facts import key_of, standing
-from outlast.reliability.model import Confidence, GateOutcome, Kind, Node, Rejected, Scope, Verdict
+from outlast.reliability.model import GateOutcome, Node
 from outlast.reliability.node_facts import GpuFact, KernelFact, NodeFacts, XidFact
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending, XidMeaning
 from outlast.reliability.rules_checkpoint import SPOILS, doubtful, tell_doubtful
+from outlast.reliability.verdict import Confidence, Kind, Rejected, Scope, Verdict
 
 SHARED = ("nvlink_fatal", "nvswitch_fatal")
 EXPORTER = "dcgm"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast.reliability.evidence import JobFact
-from outlast.reliability.model import Confidence, Kind, OperatorAsked, Scope, Verdict
+from outlast.reliability.model import OperatorAsked
 from outlast.reliability.node_facts import NodeFacts
 from outlast.reliability.policy import Case, Finding
+from outlast.reliability.verdict import Confidence, Kind, Scope, Verdict
 from outlast.reliability.verdict_shapes import by_will
 
 OURS = "outlast:"

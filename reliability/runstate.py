@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Action, Advise, Drain, EndRun, Feed, Grow, Hold, Release, Requeue, RollBack
 from outlast.reliability.attempt import State
 from outlast.reliability.events import (
     AttemptMoved,
@@ -27,8 +28,9 @@ from outlast.reliability.events import (
 )
 from outlast.reliability.evidence import Evidence, fold, replaced, without_saves
 from outlast.reliability.model import JobId, Node, Noun
+from outlast.reliability.verdict import Verdict
 
-FIRST = (m.Drain, m.Advise, m.Feed)
+FIRST = (Drain, Advise, Feed)
 """Actions that come before the one that settles an incident."""
 
 
@@ -45,7 +47,7 @@ class OpenAct(Noun, frozen=True, kw_only=True):
     """An intent without its outcome yet."""
 
     act: int
-    action: m.Action
+    action: Action
     incident: int
     at_s: float
 
@@ -61,7 +63,7 @@ class Feeder(Noun, frozen=True, kw_only=True):
 class Incident(Noun, frozen=True, kw_only=True):
     number: int
     at_s: float
-    verdict: m.Verdict
+    verdict: Verdict
 
 
 class RunState(Noun, frozen=True, kw_only=True):
@@ -93,12 +95,12 @@ class RunState(Noun, frozen=True, kw_only=True):
     held_s: float = 0.0
     waiting_since_s: float | None = None
     """Since when the run has had no attempt and too few nodes; None where it does not wait."""
-    ending: m.EndRun | None = None
+    ending: EndRun | None = None
     ended: RunEnded | None = None
     must_stop: int = 0
     """The attempt that a verdict said cannot go on; 0 none."""
     must_stop_why: str = ""
-    unsettled: Mapping[int, tuple[m.Action, ...]] = msgspec.field(default_factory=dict)
+    unsettled: Mapping[int, tuple[Action, ...]] = msgspec.field(default_factory=dict)
     """Incidents whose last action is not intended yet, with what is: a supervisor that died in between is continued."""
     at_checkpoint_from: int | None = None
     """A change of nodes that waits for a checkpoint newer than this train_step; None where none waits."""
@@ -209,17 +211,17 @@ def _advance_intent(state: RunState, event: LogEvent, intent: Intent) -> RunStat
             del unsettled[intent.incident]
         changes["unsettled"] = unsettled
     match intent.action:
-        case m.Drain():
+        case Drain():
             changes["drains_s"] = (*state.drains_s, event.at_s)
-        case m.Hold(why=why):
+        case Hold(why=why):
             changes |= {"held": why, "held_s": event.at_s}
-        case m.EndRun() as end:
+        case EndRun() as end:
             changes["ending"] = end
-        case m.Requeue(exclude=exclude):
+        case Requeue(exclude=exclude):
             changes["requeued_for"] = state.requeued_for | set(exclude)
-        case m.Release(node=node, job=job):
+        case Release(node=node, job=job):
             changes["released"] = state.released | {(node, job)}
-        case m.Grow():
+        case Grow():
             changes |= {"at_checkpoint_from": state.evidence.durable_step, "at_checkpoint_s": event.at_s}
         case _:
             pass
@@ -231,10 +233,10 @@ def _advance_outcome(state: RunState, event: LogEvent, outcome: Outcome) -> RunS
     if act is None:
         return state
     changes: dict[str, Any] = {"open_acts": {n: a for n, a in state.open_acts.items() if n != outcome.act}}
-    if isinstance(act.action, m.Feed) and outcome.ok:
+    if isinstance(act.action, Feed) and outcome.ok:
         feeder = Feeder(job=JobId(outcome.detail), nodes=act.action.nodes, at_s=event.at_s)
         changes["feeders"] = (*state.feeders, feeder)
-    if isinstance(act.action, m.RollBack) and outcome.ok:
+    if isinstance(act.action, RollBack) and outcome.ok:
         # it lies elsewhere now: a new one of the same train_step is another checkpoint
         moved = {act.action.quarantine, *act.action.too}
         changes["quarantined"] = tuple(s for s in state.quarantined if s not in moved)

@@ -23,6 +23,19 @@ from functools import partial
 
 from outlast.reliability import model as m
 from outlast.reliability import planning
+from outlast.reliability.actions import (
+    Action,
+    Advise,
+    Drain,
+    EndRun,
+    Feed,
+    Hold,
+    LeaveIt,
+    Release,
+    Requeue,
+    RollBack,
+    Wait,
+)
 from outlast.reliability.acts import Acts, call
 from outlast.reliability.attempt import Event, State, moved
 from outlast.reliability.decide import Situation, decide, grow
@@ -48,7 +61,7 @@ TICK_S = 0.25
 IDENTITY_S = 600.0
 POLICY_S = 60.0
 FENCED = 75
-_NOW = (m.Drain, m.Advise, m.Feed, m.Hold, m.Requeue, m.RollBack, m.Release)
+_NOW = (Drain, Advise, Feed, Hold, Requeue, RollBack, Release)
 """Actions that are carried out at once, in a task of their own."""
 
 
@@ -286,7 +299,7 @@ class Supervisor:
     def legal(self, layout: m.Layout) -> str:
         return self.parts.starter.legal(self.parts.run, layout)
 
-    def intend(self, action: m.Action, incident: int = 0) -> None:
+    def intend(self, action: Action, incident: int = 0) -> None:
         """The intent into the log; an earlier change of the run's ranks that is still open gives way to this one."""
         bodies: list[Body] = []
         if isinstance(action, planning.CHANGES):
@@ -297,7 +310,7 @@ class Supervisor:
             ]
         act = self.state.acts + 1
         bodies.append(Intent(act=act, action=action, incident=incident))
-        if isinstance(action, m.LeaveIt):
+        if isinstance(action, LeaveIt):
             bodies.append(Outcome(act=act, ok=True))
         self.record(*bodies)
 
@@ -343,7 +356,7 @@ class Supervisor:
             bodies += [
                 Outcome(act=a.act, ok=True, detail=where)
                 for a in self.state.open_acts.values()
-                if isinstance(a.action, (*planning.CHANGES, m.Wait)) and not isinstance(a.action, m.Requeue)
+                if isinstance(a.action, (*planning.CHANGES, Wait)) and not isinstance(a.action, Requeue)
             ]
         self.record(*bodies)
 
@@ -356,7 +369,7 @@ class Supervisor:
             self.intend(action)
 
     def _release(self) -> None:
-        if self.state.ending is None and not self.state.open(m.Release):
+        if self.state.ending is None and not self.state.open(Release):
             action = planning.releasable(self.state, self.watch.site, Node(self.parts.node))
             if action is not None:
                 self.intend(action)
@@ -366,11 +379,11 @@ class Supervisor:
     def _end(self) -> None:
         state = self.state
         if state.ended is None and state.ending is not None and planning.between_attempts(state):
-            ends = state.open(m.EndRun)
+            ends = state.open(EndRun)
             self.record(
                 *(Outcome(act=a.act, ok=True) for a in state.open_acts.values() if a not in ends),
                 *(Outcome(act=a.act, ok=True, detail=state.ending.outcome) for a in ends),
                 RunEnded(outcome=state.ending.outcome, why=state.ending.why),
             )
         elif state.held and self.now_s() > state.held_s + self.parts.run.limits.hold_max_s and state.ending is None:
-            self.intend(m.EndRun(outcome="failed", why=f"held for too long: {state.held}"))
+            self.intend(EndRun(outcome="failed", why=f"held for too long: {state.held}"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from outlast.reliability.actions import Action
 from outlast.reliability.attempt import Event, State
 from outlast.reliability.events import (
     AttemptMoved,
@@ -30,7 +31,6 @@ from outlast.reliability.events import (
     StepsDone,
 )
 from outlast.reliability.model import (
-    Action,
     AgentJoined,
     AgentLost,
     CheckpointSeen,
@@ -40,8 +40,8 @@ from outlast.reliability.model import (
     Plan,
     Signal,
     StepSeen,
-    Verdict,
 )
+from outlast.reliability.verdict import Verdict
 
 # The classes below are the accumulators of a fold, so they are not frozen; nothing outside this file writes to them.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Final, TypedDict, Unpack
 
 from outlast.reliability.evidence import AttemptFacts, ExitFact
-from outlast.reliability.model import Confidence, Kind, Node, Rank, Rejected, Scope, Verdict
+from outlast.reliability.model import Node, Rank
+from outlast.reliability.verdict import Confidence, Kind, Rejected, Scope, Verdict
 
 NO_HARDWARE: Final = Rejected(alternative="hardware", why="no kernel line blames a node of this attempt")
 

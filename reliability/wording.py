@@ -13,7 +13,24 @@ from datetime import UTC, datetime
 from typing import Final
 
 from outlast.reliability import model as m
-from outlast.reliability.model import Action, Signal
+from outlast.reliability.actions import (
+    Action,
+    Advise,
+    Drain,
+    EndRun,
+    Feed,
+    Grow,
+    Hold,
+    LeaveIt,
+    Release,
+    Requeue,
+    RestartInPlace,
+    RollBack,
+    Shrink,
+    Swap,
+    Wait,
+)
+from outlast.reliability.model import Signal
 
 # C0 but tab and newline, DEL, C1, and the Unicode characters that reorder, hide or break a line
 _UNSEEN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -158,34 +175,34 @@ def tell_action(action: Action) -> str:
 
 def _tell_action(action: Action) -> str:  # noqa: C901 - one line a kind of a closed union
     match action:
-        case m.LeaveIt(why=why):
+        case LeaveIt(why=why):
             return f"left as it is: {why}"
-        case m.RestartInPlace(why=why):
+        case RestartInPlace(why=why):
             return f"restart in place: {why}"
-        case m.Swap(out=out, into=into, at_checkpoint=late):
+        case Swap(out=out, into=into, at_checkpoint=late):
             return f"swap {_nodes(out)} -> {_nodes(into)}" + (" at the next checkpoint" if late else "")
-        case m.Shrink(out=out, layout=layout, feed=feed):
+        case Shrink(out=out, layout=layout, feed=feed):
             return f"shrink without {_nodes(out)} to {layout}" + (f"; {many(feed, 'node')} asked for" if feed else "")
-        case m.Grow(layout=layout, why=why):
+        case Grow(layout=layout, why=why):
             return f"grow back to {layout}: {why}"
-        case m.Requeue(exclude=exclude, why=why):
+        case Requeue(exclude=exclude, why=why):
             return f"requeue without {_nodes(exclude)}: {why}"
-        case m.RollBack(quarantine=step, too=too, why=why):
+        case RollBack(quarantine=step, too=too, why=why):
             which = f"checkpoint {step} is" if not too else f"checkpoints {', '.join(map(str, (step, *too)))} are"
             return f"roll back: {which} set aside: {why}"
-        case m.Hold(why=why):
+        case Hold(why=why):
             return f"hold and page: {why}"
-        case m.Wait(until_s=until_s, why=why):
+        case Wait(until_s=until_s, why=why):
             return f"wait until {utc(until_s, day=False)}: {why}"
-        case m.Drain(node=node, reason=reason):
+        case Drain(node=node, reason=reason):
             return f"drain {node}: {reason}"
-        case m.Advise(node=node, command=command, why=why):
+        case Advise(node=node, command=command, why=why):
             return f"advice for the admin of {node}: {command} ({why})"
-        case m.Feed(nodes=nodes, exclude=exclude):
+        case Feed(nodes=nodes, exclude=exclude):
             return f"feeder job for {many(nodes, 'node')}" + (f" without {_nodes(exclude)}" if exclude else "")
-        case m.Release(node=node, job=job, why=why):
+        case Release(node=node, job=job, why=why):
             return f"release {node} from job {job}: {why}"
-        case m.EndRun(outcome=outcome, why=why):
+        case EndRun(outcome=outcome, why=why):
             return f"end the run: {outcome}: {why}"
 
 
@@ -198,7 +215,7 @@ def _nodes(nodes: Sequence[str]) -> str:
 def undo_of(action: Action) -> str:
     """The command by which a person takes the action back; '' where there is nothing to take back."""
     match action:
-        case m.Drain(node=node):
+        case Drain(node=node):
             return one_line(f"scontrol update nodename={node} state=resume (after: outlast check --node {node})")
         case _:
             return ""

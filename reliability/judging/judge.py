@@ -32,7 +32,7 @@ from outlast.reliability.judging.read import read_facts
 from outlast.reliability.judging.scene import Scene
 from outlast.reliability.judging.tools import Tools
 from outlast.reliability.judging.words import Answer, Because, Finding
-from outlast.reliability.model import Rejected
+from outlast.reliability.verdict import Rejected
 
 Rule = Callable[[Scene], Iterable[Finding]]
 

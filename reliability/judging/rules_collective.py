@@ -13,7 +13,7 @@ from outlast.reliability.judging.facts_run import Reach
 from outlast.reliability.judging.rules_host import port_stays_down
 from outlast.reliability.judging.scene import Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 
 def desynchronised(scene: Scene) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from outlast.reliability.judging.facts_more import (
 )
 from outlast.reliability.judging.scene import Scene, ids
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 SLOW_SHARE: Final = 0.10
 """So much over the median of its class, held, is a slow rank (GREYHOUND's limit)."""

@@ -16,7 +16,7 @@ from outlast.reliability.judging.read_gpu import HARD_MASK, decode_mask
 from outlast.reliability.judging.rules_gpu import CHANNEL_RESET, HARDWARE
 from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, nodes_of, place
 from outlast.reliability.judging.words import PARSE_ONLY, Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 POWER_BRAKE: Final = 0x80
 HALF_POWER: Final = 0.7

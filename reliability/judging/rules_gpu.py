@@ -30,7 +30,7 @@ from outlast.reliability.judging.scene import (
     returns_between,
 )
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 HARDWARE: Final = frozenset(
     {"gpu_memory_ue", "gpu_memory_remap_fail", "gpu_bus_loss", "nvlink_fatal", "nvswitch_fatal", "pcie_fatal"}

@@ -12,7 +12,7 @@ from typing import Final
 from outlast.reliability.judging.facts import HostFault, Measured
 from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, near, nodes_of, place
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 CORRECTED_MANY: Final = 100
 """Corrected errors of one device in one case: a link or module that is going."""

@@ -14,7 +14,7 @@ from outlast.reliability.judging.facts_run import Will
 from outlast.reliability.judging.rules_gpu import CHANNEL_RESET, PROGRAM, facts_of
 from outlast.reliability.judging.scene import Scene, ids, nodes_of, place
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 SAME_SM: Final = 2
 SAME_GPU: Final = 3

@@ -12,7 +12,7 @@ from typing import Final
 from outlast.reliability.judging.facts_run import CheckFailed, GpusShort, JobListed, NodeGone, Refused
 from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 _MOUNT: Final = ("check_fs", "mount")
 _HARDWARE: Final = ("check_hw", "gpu", "nvidia", "nv_", "ib", "mcelog", "dcgm", "ecc", "nvlink", "pcie")

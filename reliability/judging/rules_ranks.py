@@ -13,7 +13,7 @@ from outlast.reliability.judging.facts import Ended, RankSaid, Strike
 from outlast.reliability.judging.facts_run import WriteFailed
 from outlast.reliability.judging.scene import Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 GPU_WORDS: Final = frozenset({"cuda_ecc", "cuda_lost", "cuda_nvlink"})
 RERUN: Final = frozenset(

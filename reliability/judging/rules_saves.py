@@ -15,7 +15,7 @@ from outlast.reliability.judging.facts import RankSaid
 from outlast.reliability.judging.facts_run import LoadFailed, PointerSeen, Resumed, SavesCompared, SaveSeen, WriteFailed
 from outlast.reliability.judging.scene import MANY_NODES, Scene, ids, nodes_of
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 SMALL_SHARE: Final = 0.9
 """Shards that add up to less than this share of an older save's are cut short."""

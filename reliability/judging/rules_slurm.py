@@ -23,7 +23,7 @@ from outlast.reliability.judging.facts_run import (
 )
 from outlast.reliability.judging.scene import Scene, ids, nodes_of
 from outlast.reliability.judging.words import PARSE_ONLY, Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 MODULE_SHARE: Final = 0.02
 """Memory short by more than this is a part that is gone; by less, what a kernel or firmware took."""

@@ -14,7 +14,7 @@ from outlast.reliability.judging.facts import HashVote, HostFault, Measured, Ran
 from outlast.reliability.judging.facts_run import Reach
 from outlast.reliability.judging.scene import Scene, ids
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 RUN_UP_STEPS: Final = 3
 """A climb over so many steps before the peak is a run-up."""

@@ -13,7 +13,7 @@ from outlast.reliability.judging.facts_run import Blind, Harmless, Note, OwnDoin
 from outlast.reliability.judging.scene import Scene, ids
 from outlast.reliability.judging.sources import Src
 from outlast.reliability.judging.words import Act, Finding, lost
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 NO_PROGRESS_TRIES: Final = 3
 

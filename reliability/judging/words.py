@@ -12,7 +12,8 @@ from typing import Final
 
 import msgspec
 
-from outlast.reliability.model import Kind, Noun, Rejected
+from outlast.reliability.model import Noun
+from outlast.reliability.verdict import Kind, Rejected
 
 PARSE_ONLY: Final = "parse_only"
 

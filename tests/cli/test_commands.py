@@ -14,6 +14,7 @@ import click
 import msgspec
 import pytest
 
+from outlast.reliability.actions import Hold
 from outlast.reliability.attempt import Event, State
 from outlast.reliability.cli.root import COMMANDS, cli, start
 from outlast.reliability.cli.show import print_table, visible
@@ -21,7 +22,7 @@ from outlast.reliability.clock import SteadyClock
 from outlast.reliability.eventlog import EventLog, boot_id
 from outlast.reliability.events import AttemptMoved, AttemptPlanned, Body, EpochTaken, Intent, RunEnded, RunStarted
 from outlast.reliability.freeze import find_run, freeze
-from outlast.reliability.model import Hold, Layout, Node, OperatorAsked, Plan
+from outlast.reliability.model import Layout, Node, OperatorAsked, Plan
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import RunFile, Task
 

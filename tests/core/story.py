@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Action
 from outlast.reliability.attempt import Event, State, moved
 from outlast.reliability.decide import Situation, decide
 from outlast.reliability.elastic import places, wanted
@@ -25,6 +26,7 @@ from outlast.reliability.ports import Allocation
 from outlast.reliability.rules import RULES
 from outlast.reliability.runfile import Cluster, LayoutAsked, Limits, RunFile, Task
 from outlast.reliability.runstate import RunState, advance
+from outlast.reliability.verdict import Verdict
 
 
 class Row(m.Noun, frozen=True, kw_only=True):
@@ -190,19 +192,19 @@ class Story:
             target_steps=self.run.train_steps,
         )
 
-    def verdicts(self) -> tuple[m.Verdict, ...]:
+    def verdicts(self) -> tuple[Verdict, ...]:
         return self.judge().verdicts
 
-    def verdict(self) -> m.Verdict:
+    def verdict(self) -> Verdict:
         (verdict,) = self.verdicts()
         return verdict
 
     def situation(self) -> Situation:
         return situation(self.state, self.site, self.run, now_s=self.now_s)
 
-    def react(self) -> list[m.Action]:
+    def react(self) -> list[Action]:
         """Judge and decide as the supervisor does, with the log's lines; returns the actions."""
-        actions: list[m.Action] = []
+        actions: list[Action] = []
         for verdict in self.verdicts():
             self.log(Judged(incident=len(self.state.incidents) + 1, verdict=verdict))
             for action in decide(verdict, self.situation(), legal=lambda _: ""):

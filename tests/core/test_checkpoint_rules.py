@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.reliability import model as m
-from outlast.reliability.model import Kind
+from outlast.reliability.actions import Advise, Hold, RollBack, Swap
+from outlast.reliability.verdict import Kind
 
 _spec = importlib.util.spec_from_file_location("core_story", Path(__file__).with_name("story.py"))
 assert _spec and _spec.loader
@@ -35,7 +35,7 @@ def test_values_that_are_not_as_saved_are_the_checkpoints_fault_and_no_nodes() -
     assert (verdict.kind, verdict.rule, verdict.node) == (Kind.CHECKPOINT_UNUSABLE, "not_as_saved", None)
     assert (verdict.quarantine, verdict.convicts, verdict.hold) == (30, False, False)
     (action,) = story.react()
-    assert action == m.RollBack(quarantine=30, why=verdict.because)
+    assert action == RollBack(quarantine=30, why=verdict.because)
     assert story.state.evidence.durable_step == 20, "what is set aside does not count any more"
 
 
@@ -47,7 +47,7 @@ def test_two_in_a_row_are_how_they_are_read_and_no_third_is_spent() -> None:
     verdict = story.verdict()
     assert (verdict.kind, verdict.rule, verdict.hold) == (Kind.SOFTWARE_FAULT, "not_as_saved_again", True)
     assert verdict.quarantine == -1 and "as that of 30 before it" in verdict.because
-    assert [type(a) for a in story.react()] == [m.Hold]
+    assert [type(a) for a in story.react()] == [Hold]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_errors_that_were_not_contained_spoil_what_was_saved_since_the_first_sus
     assert verdict.convicts and (verdict.quarantine, verdict.quarantine_too) == (30, (20,))
     assert "set aside: 20, 30" in verdict.because
     back = story.react()[-1]
-    assert isinstance(back, m.RollBack) and (back.quarantine, back.too) == (30, (20,))
+    assert isinstance(back, RollBack) and (back.quarantine, back.too) == (30, (20,))
     assert story.state.quarantined == (30, 20) and story.state.evidence.durable_step == 10
 
 
@@ -105,7 +105,7 @@ def test_without_an_earlier_suspicion_what_was_saved_before_the_line_stays() -> 
     story = Story().train("ab", through=30).durable(20).durable(30)
     story.xid("a", 95)
     assert story.verdict().quarantine == -1
-    assert [type(a) for a in story.react()] == [m.Advise, m.Swap]
+    assert [type(a) for a in story.react()] == [Advise, Swap]
 
 
 def test_a_checkpoint_of_other_nodes_is_not_doubted() -> None:

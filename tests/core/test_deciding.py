@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Action, Advise, Drain, Hold, RestartInPlace, Swap
 from outlast.reliability.decide import Situation, decide
-from outlast.reliability.model import Kind, Layout, Node, Rank, Scope
+from outlast.reliability.model import Layout, Node, Rank
 from outlast.reliability.runfile import LayoutAsked, Limits
+from outlast.reliability.verdict import Kind, Scope, Verdict
 
 NODES = tuple(Node(n) for n in "abc")
 PLAN = m.Plan(
@@ -16,7 +18,7 @@ PLAN = m.Plan(
     nodes=NODES[:2],
     ranks=tuple(m.Placement(rank=Rank(i), node=NODES[i // 2], local_rank=i % 2) for i in range(4)),
 )
-BROKEN = m.Verdict(
+BROKEN = Verdict(
     key="hardware:a:1",
     kind=Kind.HARDWARE_FAULT,
     scope=Scope.GPU,
@@ -27,7 +29,7 @@ BROKEN = m.Verdict(
     drains=True,
     stops=True,
 )
-CRASHED = m.Verdict(
+CRASHED = Verdict(
     key="exit:1", kind=Kind.APP_FAULT, scope=Scope.RANK, rule="program_exception", because="KeyError", stops=True
 )
 
@@ -48,29 +50,29 @@ def now(**changes: object) -> Situation:
     return Situation(**fields)  # type: ignore[arg-type]
 
 
-def acts(verdict: m.Verdict, situation: Situation) -> list[type[m.Action]]:
+def acts(verdict: Verdict, situation: Situation) -> list[type[Action]]:
     return [type(a) for a in decide(verdict, situation, legal=lambda _: "")]
 
 
 def test_inside_its_budget_a_drain_comes_first_and_the_change_of_the_run_last():
-    assert acts(BROKEN, now(usable=NODES[1:], excluded=NODES[:1], drains_last_hour=1)) == [m.Drain, m.Swap]
+    assert acts(BROKEN, now(usable=NODES[1:], excluded=NODES[:1], drains_last_hour=1)) == [Drain, Swap]
 
 
 @pytest.mark.parametrize("spent", [2, 3, 100])
 def test_past_its_budget_a_drain_is_advice(spent):
-    assert acts(BROKEN, now(usable=NODES[1:], excluded=NODES[:1], drains_last_hour=spent)) == [m.Advise, m.Swap]
+    assert acts(BROKEN, now(usable=NODES[1:], excluded=NODES[:1], drains_last_hour=spent)) == [Advise, Swap]
 
 
 def test_who_may_not_drain_advises():
-    assert acts(BROKEN, now(usable=NODES[1:], excluded=NODES[:1], may_drain=False)) == [m.Advise, m.Swap]
+    assert acts(BROKEN, now(usable=NODES[1:], excluded=NODES[:1], may_drain=False)) == [Advise, Swap]
 
 
-@pytest.mark.parametrize(("failures", "then"), [(0, m.RestartInPlace), (1, m.RestartInPlace), (2, m.Hold), (9, m.Hold)])
+@pytest.mark.parametrize(("failures", "then"), [(0, RestartInPlace), (1, RestartInPlace), (2, Hold), (9, Hold)])
 def test_attempts_without_progress_end_in_a_hold(failures, then):
     assert acts(CRASHED, now(failures_without_progress=failures)) == [then]
 
 
 def test_no_verdict_drains_unless_it_says_so():
     for kind in Kind:
-        verdict = m.Verdict(key="k", kind=kind, scope=Scope.NODE, rule="r", because="b", node=Node("a"), convicts=True)
-        assert m.Drain not in acts(verdict, now()) and m.Advise not in acts(verdict, now())
+        verdict = Verdict(key="k", kind=kind, scope=Scope.NODE, rule="r", because="b", node=Node("a"), convicts=True)
+        assert Drain not in acts(verdict, now()) and Advise not in acts(verdict, now())

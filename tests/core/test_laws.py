@@ -15,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Action, Advise, Drain
 from outlast.reliability.catalogue import load_catalogue
-from outlast.reliability.model import Kind, Node, Scope
+from outlast.reliability.model import Node
 from outlast.reliability.policy import Policy, judge
 from outlast.reliability.rules import RULES
+from outlast.reliability.verdict import Kind, Scope
 
 _spec = importlib.util.spec_from_file_location("core_story", Path(__file__).with_name("story.py"))
 assert _spec and _spec.loader
@@ -60,7 +62,7 @@ class Told(Story):  # type: ignore[misc, valid-type]
             target_steps=self.run.train_steps,
         )
 
-    def settle(self) -> list[m.Action]:
+    def settle(self) -> list[Action]:
         """React until nothing is pending; at most a minute passes."""
         actions = self.react()
         for _ in range(20):
@@ -78,8 +80,8 @@ def told(nodes: str = NODES, in_plan: str = "abcd") -> Told:
     return story.train(in_plan, through=12)
 
 
-def drained(actions: list[m.Action]) -> set[str]:
-    return {a.node for a in actions if isinstance(a, m.Drain | m.Advise)}
+def drained(actions: list[Action]) -> set[str]:
+    return {a.node for a in actions if isinstance(a, Drain | Advise)}
 
 
 def convicted(story: Told) -> set[str]:
@@ -194,7 +196,7 @@ def outcome(story: Told) -> tuple[set[str], set[Kind]]:
     return convicted(story), {i.verdict.kind for i in story.state.incidents}
 
 
-def hear(lines, *, times: int = 1, late_s: float = 0.0) -> tuple[Told, list[m.Action]]:
+def hear(lines, *, times: int = 1, late_s: float = 0.0) -> tuple[Told, list[Action]]:
     """All of these at one moment, judged when the last is heard."""
     story = told()
     at_s = story.now_s

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from outlast.reliability import model as m
-from outlast.reliability.model import Kind, Node, Scope
+from outlast.reliability.actions import Advise, EndRun, Hold, LeaveIt, RestartInPlace, RollBack, Swap
+from outlast.reliability.model import Node
+from outlast.reliability.verdict import Kind, Scope
 
 _spec = importlib.util.spec_from_file_location("core_story", Path(__file__).with_name("story.py"))
 assert _spec and _spec.loader
@@ -77,7 +79,7 @@ def test_the_kernels_word_within_the_settle_time_wins_over_the_exception():
     story.exit(1, exception="RuntimeError: CUDA error")
     story.later(1.0).xid("a", 95)
     actions = story.react()
-    assert [type(a) for a in actions] == [m.Advise, m.Swap]
+    assert [type(a) for a in actions] == [Advise, Swap]
     assert story.later(5).verdicts() == ()
 
 
@@ -116,7 +118,7 @@ def test_the_same_exception_at_the_same_step_three_times_is_held():
     story.train(through=20)
     story.exit(1, exception="KeyError: doc_881", error_class="app_exception")
     (action,) = story.later(3).react()
-    assert isinstance(action, m.Hold) and "KeyError" in action.why
+    assert isinstance(action, Hold) and "KeyError" in action.why
 
 
 def test_the_same_failure_after_the_same_restore_on_other_nodes_sets_the_checkpoint_aside():
@@ -168,7 +170,7 @@ def test_kills_for_memory_never_add_up_to_the_nodes_death(key, how):
 def test_the_kernels_word_on_memory_that_comes_after_the_verdict_still_counts():
     story = Story().train(through=12)
     story.exit(0, posix_signal=9)
-    assert [type(a) for a in story.later(3).react()] == [m.RestartInPlace]
+    assert [type(a) for a in story.later(3).react()] == [RestartInPlace]
     story.see(m.KernelSeen(node=Node("a"), at_s=story.now_s, key="oom_job"))
     assert story.verdicts() == ()
     story.end().train(restore=10, through=15)
@@ -189,7 +191,7 @@ def test_a_lost_agent_excludes_its_node_and_drains_nothing():
     story.see(m.AgentLost(node=Node("b"), at_s=story.now_s, silent_s=4.0, why="connection closed"))
     verdict = story.verdict()
     assert (verdict.kind, verdict.node, verdict.stops, verdict.drains) == (Kind.INFRA_EVENT, "b", True, False)
-    assert [type(a) for a in story.react()] == [m.Swap]
+    assert [type(a) for a in story.react()] == [Swap]
 
 
 def test_a_lost_spare_stops_nothing():
@@ -197,7 +199,7 @@ def test_a_lost_spare_stops_nothing():
     story.see(m.AgentLost(node=Node("c"), at_s=story.now_s, silent_s=4.0, why="connection closed"))
     verdict = story.verdict()
     assert verdict.convicts and not verdict.stops
-    assert [type(a) for a in story.react()] == [m.LeaveIt]
+    assert [type(a) for a in story.react()] == [LeaveIt]
 
 
 def test_most_agents_lost_at_once_blames_nobody():
@@ -214,7 +216,7 @@ def test_an_admins_drain_is_obeyed_at_the_next_checkpoint_and_never_repaired():
     verdict = story.verdict()
     assert (verdict.kind, verdict.at_checkpoint, verdict.drains) == (Kind.OPERATOR_ACTION, True, False)
     (action,) = story.react()
-    assert isinstance(action, m.Swap) and action.at_checkpoint
+    assert isinstance(action, Swap) and action.at_checkpoint
     assert story.state.at_checkpoint_from == 10 and story.state.must_stop == 0
 
 
@@ -241,7 +243,7 @@ def test_a_persons_will_ends_the_run(what, outcome):
     story = Story().train(through=12)
     story.see(m.OperatorAsked(at_s=0, what=what, who="ada"))
     (action,) = story.react()
-    assert isinstance(action, m.EndRun) and action.outcome == outcome
+    assert isinstance(action, EndRun) and action.outcome == outcome
 
 
 def test_a_cancelled_job_ends_the_run_and_ranks_killed_by_it_are_no_fault():
@@ -307,7 +309,7 @@ def test_what_was_everybodys_trouble_stays_that_however_old_it_is():
     story = Story("abcdef").train(through=12)
     for node in "abcd":
         story.xid(node, 79)
-    assert [type(a) for a in story.react()] == [m.LeaveIt]
+    assert [type(a) for a in story.react()] == [LeaveIt]
     story.later(500).xid("f", 31)
     assert not any(v.convicts for v in story.later(5).verdicts())
     story.xid("a", 95)
@@ -330,7 +332,7 @@ def test_a_bad_checkpoint_is_set_aside_and_nobody_is_blamed():
         m.CheckpointSeen(at_s=0, train_step=30, verified=False, path="iter_0000030", why="__3_1.distcp: truncated")
     )
     (action,) = story.react()
-    assert isinstance(action, m.RollBack) and action.quarantine == 30 and story.state.quarantined == (30,)
+    assert isinstance(action, RollBack) and action.quarantine == 30 and story.state.quarantined == (30,)
 
 
 def test_megatrons_16_then_17_convicts_the_first_node():

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from outlast.monitors.gpu_state import COUNTERS, FACTS
 from outlast.monitors.gpu_tell import EACH, SELDOM
 from outlast.reliability import model as m
+from outlast.reliability.actions import Advise, Drain, Hold, Swap
 from outlast.reliability.catalogue import load_catalogue
 from outlast.reliability.gpu_facts import key_of
-from outlast.reliability.model import GateOutcome, Kind, Node, Scope
+from outlast.reliability.model import GateOutcome, Node
 from outlast.reliability.policy import Policy, judge
 from outlast.reliability.rules import RULES
 from outlast.reliability.runstate import replay
+from outlast.reliability.verdict import Kind, Scope
 
 _spec = importlib.util.spec_from_file_location("core_story", Path(__file__).with_name("story.py"))
 assert _spec and _spec.loader
@@ -87,7 +89,7 @@ def told(nodes: str = NODES, in_plan: str = "abcd") -> Told:
 
 
 def drained(actions):
-    return {a.node for a in actions if isinstance(a, m.Drain | m.Advise)}
+    return {a.node for a in actions if isinstance(a, Drain | Advise)}
 
 
 def kinds(story):
@@ -196,7 +198,7 @@ def test_memory_errors_again_on_one_gpu_leave_the_run_and_are_not_drained():
     actions = story.settle()
     assert [i.verdict.rule for i in story.state.incidents] == ["gpu_memory_ue", "memory_errors_again"]
     assert set(story.state.excluded) == {"b"} and not drained(actions)
-    assert any(isinstance(a, m.Swap) and a.at_checkpoint for a in actions)
+    assert any(isinstance(a, Swap) and a.at_checkpoint for a in actions)
 
 
 def test_memory_errors_of_two_gpus_are_no_repetition():
@@ -262,7 +264,7 @@ def test_a_program_that_wedges_a_node_costs_it_and_no_drain_and_a_second_node_is
     assert story.state.incidents[0].verdict.kind is Kind.SOFTWARE_FAULT
     story.end().train("acde", through=14)
     story.later(300).xid("c", 31, gpu=GPU, text=WEDGED)
-    assert any(isinstance(a, m.Hold) for a in story.settle())
+    assert any(isinstance(a, Hold) for a in story.settle())
 
 
 @pytest.mark.parametrize("code", [149, 145])

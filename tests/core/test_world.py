@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from outlast.reliability import model as m
 from outlast.reliability import supervisor as supervisor_module
 from outlast.reliability import wire
+from outlast.reliability.actions import Drain, Hold, Release
 from outlast.reliability.attempt import State
 from outlast.reliability.eventlog import MAX_BATCH, EventLog, EventLogError, read_events
 from outlast.reliability.events import (
@@ -207,7 +208,7 @@ class World:
         # no good node is drained, never more than the budget
         for node, _ in self.world.drained:
             assert self.world.nodes[node].broken, f"{node} was drained and is good"
-        times = [e.at_s for e in events if isinstance(e.body, Intent) and isinstance(e.body.action, m.Drain)]
+        times = [e.at_s for e in events if isinstance(e.body, Intent) and isinstance(e.body.action, Drain)]
         for a in times:
             assert sum(1 for t in times if a - 3600 < t <= a) <= self.run.limits.drains_per_hour
         # an attempt never starts on a convicted node
@@ -219,7 +220,7 @@ class World:
                 case AttemptPlanned(plan=plan):
                     assert not convicted & set(plan.nodes)
         # only what is drained is given back, and nothing runs there again
-        for act in [b.action for b in self.of(Intent) if isinstance(b.action, m.Release)]:
+        for act in [b.action for b in self.of(Intent) if isinstance(b.action, Release)]:
             assert (
                 "drain" in self.world.nodes[act.node].flags and act.node not in self.state.evidence.current.plan.nodes
             )
@@ -260,7 +261,7 @@ def test_a_drained_node_is_given_back_once_the_swap_has_emptied_it(tmp_path):
     world.check_finished()
     world.check_laws()
     bodies = [e.body for e in world.events]
-    release = next(b for b in bodies if isinstance(b, Intent) and isinstance(b.action, m.Release))
+    release = next(b for b in bodies if isinstance(b, Intent) and isinstance(b.action, Release))
     ended = next(b for b in world.of(AttemptMoved) if b.state is State.ENDED)
     assert bodies.index(release) > bodies.index(ended), "not before nothing of the run is left there"
     assert [o.ok for o in world.of(Outcome) if o.act == release.act] == [True]
@@ -359,7 +360,7 @@ def test_a_held_run_ends_when_its_user_says_so(tmp_path):
         w.at_step(24, again)
 
     def stop_when_held():
-        if any(isinstance(i.action, m.Hold) for i in world.of(Intent)):
+        if any(isinstance(i.action, Hold) for i in world.of(Intent)):
             world.run_dir.requests.mkdir(exist_ok=True)
             ask = m.OperatorAsked(at_s=1.0, what="stop", who="ada")
             (world.run_dir.requests / "stop.json").write_bytes(msgspec.json.encode(ask))
@@ -432,7 +433,7 @@ def test_nothing_is_done_before_what_it_follows_from_is_in_the_log(tmp_path, mon
         return bodies
 
     def drain(self, node, reason):
-        assert any(isinstance(b.action, m.Drain) and b.action.node == node for b in logged(Intent))
+        assert any(isinstance(b.action, Drain) and b.action.node == node for b in logged(Intent))
         done.append("drain")
         return drained(self, node, reason)
 

@@ -134,7 +134,7 @@ MUST_BE_PURE = _ours(
     launchers.trainer_order checkpoint.manifest
     """
 )
-DATA_ONLY = _ours("reliability.model reliability.wire reliability.ports")
+DATA_ONLY = _ours("reliability.model reliability.verdict reliability.actions reliability.wire reliability.ports")
 
 
 def _claims_to_be_pure(module: object) -> bool:
@@ -288,9 +288,7 @@ def test_the_node_gate_is_the_standard_library_alone() -> None:
 
 MAX_LINES, MAX_FUNCTION_LINES = 400, 40
 
-LONG_MODULES = {
-    "reliability/model.py": (520, "the nouns: one closed set, read as one page"),
-}
+LONG_MODULES: dict[str, tuple[int, str]] = {}
 LONG_FUNCTIONS = {
     "checkpoint/writer.py:save": (55, "the order of one save, and what undoes it"),
     "checkpoint/writer.py:__init__": (45, "the settings of a saver, each with its reason"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast.checkpoint.prints import read_prints
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 
 def ends_like(found: Any, reference: Any, steps: int = 16) -> None:

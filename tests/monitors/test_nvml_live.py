@@ -16,8 +16,9 @@ import pytest
 from outlast.reliability.eventlog import read_events
 from outlast.reliability.events import AttemptMoved, Judged, LogEvent, Seen
 from outlast.reliability.freeze import freeze
-from outlast.reliability.model import GateOutcome, GateSeen, GpuChanged, Kind, Scope, XidSeen
+from outlast.reliability.model import GateOutcome, GateSeen, GpuChanged, XidSeen
 from outlast.reliability.runfile import Checkpoint, Cluster, Limits, RunFile, Task
+from outlast.reliability.verdict import Kind, Scope
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 60.0

@@ -19,11 +19,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.reliability.actions import Swap
 from outlast.reliability.catalogue import load_catalogue
 from outlast.reliability.cli.compose import make_policy
 from outlast.reliability.cli.root import start
 from outlast.reliability.decide import decide
-from outlast.reliability.model import Node, NodeState, OperatorAsked, Signal, SourceBlind, Swap, XidSeen
+from outlast.reliability.model import Node, NodeState, OperatorAsked, Signal, SourceBlind, XidSeen
 from outlast.reliability.replay_rows import Told, acts_of, differences
 from outlast.reliability.replaying import Fed, JobSpan, Replay, Setting
 from outlast.reliability.runfile import Limits

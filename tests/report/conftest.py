@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from outlast.reliability.actions import Action, Feed, RestartInPlace, Shrink, Swap
 from outlast.reliability.attempt import Event, State, moved
 from outlast.reliability.elastic import places
 from outlast.reliability.events import (
@@ -29,29 +30,20 @@ from outlast.reliability.events import (
     StepsDone,
 )
 from outlast.reliability.model import (
-    Action,
     AgentJoined,
     AgentLost,
     CheckpointSeen,
-    Confidence,
-    Feed,
     JobId,
-    Kind,
     Layout,
     Node,
     Plan,
     Rank,
     RankExited,
-    Rejected,
-    RestartInPlace,
-    Scope,
-    Shrink,
     Signal,
     StepSeen,
-    Swap,
-    Verdict,
     XidSeen,
 )
+from outlast.reliability.verdict import Confidence, Kind, Rejected, Scope, Verdict
 
 NOON_S = 1_770_000_000.0
 FULL = Layout(tp=2, dp=2)

@@ -11,26 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outlast.reliability.actions import Grow, Hold, Requeue, Wait
 from outlast.reliability.attempt import Event, State
 from outlast.reliability.events import EpochTaken, LogEvent, RunEnded, StepsDone
 from outlast.reliability.goodput import STATES, costs, ledger, reckon, spans
-from outlast.reliability.model import (
-    CheckpointSeen,
-    Grow,
-    Hold,
-    Kind,
-    Layout,
-    Node,
-    OperatorAsked,
-    Rank,
-    RankPlaced,
-    Requeue,
-    Scope,
-    StepSeen,
-    Verdict,
-    Wait,
-)
+from outlast.reliability.model import CheckpointSeen, Layout, Node, OperatorAsked, Rank, RankPlaced, StepSeen
 from outlast.reliability.timeline import trace
+from outlast.reliability.verdict import Kind, Scope, Verdict
 
 New = Callable[[], Any]
 OPENING_S = 0.65

@@ -11,10 +11,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import (
+    Action,
+    Advise,
+    Drain,
+    EndRun,
+    Feed,
+    Grow,
+    Hold,
+    LeaveIt,
+    Requeue,
+    RestartInPlace,
+    RollBack,
+    Shrink,
+    Swap,
+    Wait,
+)
 from outlast.reliability.attempt import State
 from outlast.reliability.events import AttemptPlanned, Judged, LogEvent, Outcome, StepsDone
 from outlast.reliability.history import fold
-from outlast.reliability.model import Hold, Kind, Node, OperatorAsked, Scope, Verdict
+from outlast.reliability.model import Node, OperatorAsked
+from outlast.reliability.verdict import Kind, Scope, Verdict
 from outlast.reliability.wording import duration, tell_action, tell_signal, visible
 
 New = Callable[[], Any]
@@ -131,20 +148,20 @@ def test_every_signal_and_action_is_one_line() -> None:
         m.CheckpointSeen(at_s=0, train_step=10, verified=False, path="p", why="short file"),
         m.OperatorAsked(at_s=0, what="drain", who="root", node=node, note="x"),
     ]
-    actions: list[m.Action] = [
-        m.LeaveIt(why="w\n"),
-        m.RestartInPlace(why="w"),
-        m.Swap(out=(node,), into=(), why="w", at_checkpoint=True),
-        m.Shrink(out=tuple(Node(f"n{i}") for i in range(12)), layout=m.Layout(dp=2), feed=2, why="w"),
-        m.Grow(layout=m.Layout(), why="w"),
-        m.Requeue(exclude=(node,), why="w"),
-        m.RollBack(quarantine=10, why="w"),
-        m.Hold(why="w"),
-        m.Wait(until_s=1e300, why="w"),
-        m.Drain(node=node, reason="w"),
-        m.Advise(node=node, command="c", why="w"),
-        m.Feed(nodes=1, exclude=(), why="w"),
-        m.EndRun(outcome="stopped", why="w"),
+    actions: list[Action] = [
+        LeaveIt(why="w\n"),
+        RestartInPlace(why="w"),
+        Swap(out=(node,), into=(), why="w", at_checkpoint=True),
+        Shrink(out=tuple(Node(f"n{i}") for i in range(12)), layout=m.Layout(dp=2), feed=2, why="w"),
+        Grow(layout=m.Layout(), why="w"),
+        Requeue(exclude=(node,), why="w"),
+        RollBack(quarantine=10, why="w"),
+        Hold(why="w"),
+        Wait(until_s=1e300, why="w"),
+        Drain(node=node, reason="w"),
+        Advise(node=node, command="c", why="w"),
+        Feed(nodes=1, exclude=(), why="w"),
+        EndRun(outcome="stopped", why="w"),
     ]
     for text in (*map(tell_signal, signals), *map(tell_action, actions)):
         assert text and "\n" not in text and "\x1b" not in text and "\x07" not in text

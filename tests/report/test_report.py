@@ -14,12 +14,13 @@ import pytest
 
 from outlast.reliability.events import LogEvent
 from outlast.reliability.history import fold
-from outlast.reliability.model import Kind, Scope, StepSeen, Verdict
+from outlast.reliability.model import StepSeen
 from outlast.reliability.report import read_view, write_report
 from outlast.reliability.report_html import render_page
 from outlast.reliability.report_svg import ledger_bar, loss_curve, thinned, timeline
 from outlast.reliability.report_text import explain_text, report_json, report_text
 from outlast.reliability.rundir import RunDir
+from outlast.reliability.verdict import Kind, Scope, Verdict
 
 New = Callable[[], Any]
 VOID = {"meta", "br", "hr", "img", "link", "input"}

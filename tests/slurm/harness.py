@@ -14,6 +14,7 @@ from typing import Any
 
 from outlast.launchers.slurm_cluster import submit
 from outlast.reliability import model as m
+from outlast.reliability.actions import Action
 from outlast.reliability.attempt import State
 from outlast.reliability.eventlog import read_events
 from outlast.reliability.events import AttemptMoved, AttemptPlanned, Intent, Judged, LogEvent, RunEnded, Seen, StepsDone
@@ -23,6 +24,7 @@ from outlast.reliability.history import RunView, fold
 from outlast.reliability.model import Node
 from outlast.reliability.rundir import RunDir
 from outlast.reliability.runfile import Checkpoint, Cluster, LayoutAsked, Limits, RunFile, Task
+from outlast.reliability.verdict import Verdict
 from outlast.reliability.wording import tell_action, tell_signal
 from outlast.slurm.testbed import Testbed
 
@@ -97,11 +99,11 @@ class Run:
         return self.of(AttemptPlanned)[-1].plan  # type: ignore[no-any-return]
 
     @property
-    def verdicts(self) -> list[m.Verdict]:
+    def verdicts(self) -> list[Verdict]:
         return [j.verdict for j in self.of(Judged)]
 
     @property
-    def actions(self) -> list[m.Action]:
+    def actions(self) -> list[Action]:
         return [i.action for i in self.of(Intent)]
 
     def step(self) -> int:

@@ -13,10 +13,11 @@ import pytest
 from slurm_harness import TARGET
 
 from outlast.reliability import model as m
+from outlast.reliability.actions import Feed, Hold, Requeue
 from outlast.reliability.attempt import State
 from outlast.reliability.events import AttemptMoved, AttemptPlanned, EpochTaken, RunEnded, Seen
 from outlast.reliability.fence import highest_number
-from outlast.reliability.model import Kind
+from outlast.reliability.verdict import Kind
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.megatron]
 
@@ -210,7 +211,7 @@ def test_the_same_exception_three_times_is_held_not_looped(start):
     from outlast.reliability.status import read_rows
 
     run = start(faults="exception:rank=1:train_step=25", limits={"hold_max_s": 600.0})
-    run.until("the hold", lambda: any(isinstance(a, m.Hold) for a in run.actions), 120)
+    run.until("the hold", lambda: any(isinstance(a, Hold) for a in run.actions), 120)
     assert len(run.of(AttemptPlanned)) == 3
     assert run.verdicts[-1].kind is Kind.DATA_OR_OPTIMIZER and "InjectedFault" in run.verdicts[-1].because
     (row,) = read_rows([run.run_dir.root])
@@ -271,7 +272,7 @@ def test_no_spare_left_shrinks_and_a_feeder_brings_a_replacement(start, referenc
     run.check_plans()
     run.check_drained()
     assert [p.plan.layout.dp for p in run.of(AttemptPlanned)] == [2, 1, 2], run.story()
-    assert sum(isinstance(a, m.Feed) for a in run.actions) == 1
+    assert sum(isinstance(a, Feed) for a in run.actions) == 1
     run.until_job_over()
     idle_testbed.start_node(bad)
 
@@ -301,7 +302,7 @@ def test_an_allocation_that_cannot_carry_the_run_is_queued_again_without_the_bad
     run.check_result(reference)
     run.check_plans()
     run.check_drained(bad)
-    assert sum(isinstance(a, m.Requeue) for a in run.actions) == 1
+    assert sum(isinstance(a, Requeue) for a in run.actions) == 1
     assert bad not in run.plan.nodes
     idle_testbed.undrain(bad)
 
