@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.checkpoint.catalogue import survey
 from outlast.checkpoint.commit import commit, write_bytes
 from outlast.checkpoint.errors import CheckpointError, NotWhole, StoreError
 from outlast.checkpoint.manifest import Manifest, encode_marker
@@ -404,3 +405,34 @@ def test_ten_thousand_checkpoints_are_listed_fast(tmp_path: Path) -> None:
     assert chosen(store) == 10_000
     took_s = time.monotonic() - began_s
     assert took_s < 10.0, f"{took_s:.2f} s"
+
+
+@pytest.mark.slow
+def test_ten_thousand_real_ones_are_chosen_listed_planned_and_pruned_in_time(tmp_path: Path) -> None:
+    """Each whole, and the newest damaged: no question costs more than its own files."""
+    root = tmp_path / "ckpt"
+    first = make_checkpoint(root, 1)
+    names = [path.name for path in first.iterdir()]
+    for step in range(2, 10_001):  # links of the first one's files: their manifest says another step
+        directory = root / name_step(step)
+        directory.mkdir()
+        for name in names:
+            os.link(first / name, directory / name)
+    make_checkpoint(root, 20_000)
+    flip(make_checkpoint(root, 30_000) / SHARD)
+
+    def timed(what: Callable[[], Any], limit_s: float) -> Any:
+        began_s = time.monotonic()
+        result = what()
+        took_s = time.monotonic() - began_s
+        assert took_s < limit_s, f"{took_s:.1f} s"
+        return result
+
+    store = Store(root)
+    assert timed(lambda: chosen(store), 10.0) == 20_000
+    assert len(timed(lambda: list(survey(root)), 60.0)) == 10_002
+    assert len(timed(lambda: store.plan_prune(3, keep=(), keep_every=1000), 10.0)) == 9_989
+    # as many as a long silence of the supervisor leaves; each goes with three syncs, whatever else lies there
+    gone = timed(lambda: store.prune(9_800, keep=(7,), keep_every=100), 60.0)
+    assert len(gone) == 198 and 7 not in gone and 100 not in gone
+    assert store.durable_steps()[:4] == (7, 100, 200, 202)
