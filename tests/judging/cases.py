@@ -58,7 +58,11 @@ def harm(answer: Answer, id_: str) -> list[str]:
 
 _NODE = re.compile(r"\bgpu-([0-9]{3})\b(?!-[0-9a-f]{4})|\bgpu-(?=\[)")
 _PCI = re.compile(r"\b([0-9a-fA-F]{4}|[0-9a-fA-F]{8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\b")
-_PID = re.compile(r"\b(pid=)([0-9]+)")
+_PID = re.compile(r"(\bpid[= ]|\(pid:? ?|\w\[(?=[0-9]{2,7}\]:))([0-9]{2,7})(?![0-9.])")
+"""`pid=7011`, `pid 4312`, `(pid 268269)`, `python3[51122]`."""
+_THREAD = re.compile(r"(?<=:)([0-9]{2,7}):([0-9]{2,7})(?= \[[0-9]\])")
+"""NCCL's `node:pid:tid [gpu]`."""
+_UUID = re.compile(r"\b((?:GPU|gpu)-)([0-9a-f]{8})(?=-[0-9a-f]{4})")
 _CLOCK = re.compile(r"(?<![\d:.\w])([01]\d|2[0-3]):([0-5]\d)(?=$|[:\s,.+Z]|\b)(?!:\d{3})")
 _CLOCK_ISO = re.compile(r"(?<=T)([01]\d|2[0-3]):([0-5]\d)")
 _UPTIME = re.compile(r"^\[ {0,4}([0-9]+)\.([0-9]{6})\]")
@@ -70,6 +74,8 @@ def renamed(case: dict[str, Any], name: str) -> dict[str, Any]:
     def swap(text: str) -> str:
         text = _NODE.sub(lambda m: f"{name}{m[1]}" if m[1] else name, text)
         text = _PCI.sub(lambda m: f"{m[1]}:{(int(m[2], 16) * 7 + 13) % 256:02x}:{m[3]}", text)
+        text = _UUID.sub(lambda m: f"{m[1]}{(int(m[2], 16) + 0x51ABCD) % (1 << 32):08x}", text)
+        text = _THREAD.sub(lambda m: f"{int(m[1]) + 1009}:{int(m[2]) + 1009}", text)
         return _PID.sub(lambda m: f"{m[1]}{int(m[2]) + 1009}", text)
 
     return _changed(case, swap)

@@ -8,8 +8,12 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outlast.reliability.cli import root
+from outlast.reliability.cli.judge_io import judge_lines, make_tools
+from outlast.reliability.judging.case import CaseError
 
 LINE = "NVRM: Xid (PCI:0000:3b:00): 79, pid=0, GPU has fallen off the bus."
 
@@ -47,6 +51,22 @@ def test_rows_that_cannot_be_used_are_wrong_use(tmp_path, capfd) -> None:
     rows.write_text("xids: {79: {blames: everybody}}\n")
     assert root.start(["judge", str(cases), "--rows", str(rows)]) == root.WRONG
     assert "everybody" in capfd.readouterr().err
+
+
+@given(
+    st.binary(max_size=200)
+    | st.dictionaries(
+        st.sampled_from(["id", "input", "context", "x"]),
+        st.text(max_size=40) | st.integers() | st.none() | st.lists(st.dictionaries(st.text(max_size=6), st.text())),
+    ).map(lambda case: json.dumps(case).encode())
+)
+def test_any_bytes_are_answers_or_name_their_line(data: bytes) -> None:
+    try:
+        answers = list(judge_lines(data.split(b"\n"), make_tools(), where="cases.jsonl"))
+    except CaseError as error:
+        assert str(error).startswith("cases.jsonl:")
+    else:
+        assert all(answer.verdict and answer.action for answer in answers)
 
 
 def test_a_missing_file_asks_to_try_again(tmp_path) -> None:
