@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,13 +29,14 @@ from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.manifest import OURS, DataFrontier, FileEntry, Manifest
 from outlast.checkpoint.names import TRACKER
 from outlast.checkpoint.ops import RealOps
-from outlast.checkpoint.prints import Prints, write_prints
+from outlast.checkpoint.prints import FILE, Prints, write_prints
 
 CHUNK_BYTES: Final = 4 << 20
 ALWAYS: Final = ("common.pt", ".metadata", "metadata.json")
 SHOWN_S: Final = 60.0
 """A network file system may show another node's new file this much later."""
 TRACKER_S: Final = 5.0
+PRINTS_S: Final = 60.0
 POLL_S: Final = 0.05
 _SHARD: Final = re.compile(rb"__[0-9]{1,7}_[0-9]{1,5}\.distcp")
 
@@ -45,8 +47,8 @@ class Save:
 
     directory: Path
     manifest: Manifest
-    prints: Prints | None = None
-    """Stored beside the manifest, once it is committed."""
+    prints: Future[Prints | None] | None = None
+    """There soon after the files: they are counted while Megatron-LM writes."""
 
 
 def start(save: Save, on_durable: Callable[[int], None]) -> threading.Thread:
@@ -64,11 +66,6 @@ def _work(save: Save, on_durable: Callable[[int], None]) -> None:
         sys.stderr.write(f"outlast: {save.directory} is not committed and will not be restored: {e}\n")
         return
     step = save.manifest.train_step
-    if save.prints is not None:
-        try:
-            write_prints(RealOps(), save.directory, save.prints)
-        except OSError as e:  # without them a checkpoint is whole
-            sys.stderr.write(f"outlast: fingerprints of {save.directory} not stored: {e}\n")
     on_durable(step)
     sys.stdout.write(f"outlast: checkpoint {step} committed ({time.monotonic() - began_s:.2f} s beside training)\n")
 
@@ -77,8 +74,18 @@ def commit_files(save: Save, *, shown_s: float = SHOWN_S, tracker_s: float = TRA
     """Raises CheckpointError or OSError where it cannot be made true; the directory then stays uncommitted."""
     files = {name: hash_file(save.directory / name) for name in list_files(save.directory, shown_s=shown_s)}
     manifest = _with_files(save.manifest, files)
+    _store_prints(save)  # first, so that what is committed has them
     _await_tracker(save.directory.parent, save.manifest.train_step, tracker_s)
     commit(RealOps(), save.directory, manifest)
+
+
+def _store_prints(save: Save) -> None:
+    try:
+        prints = save.prints.result(PRINTS_S) if save.prints is not None else None
+        if prints is not None:
+            write_prints(RealOps(), save.directory, prints)
+    except (OSError, TimeoutError) as e:  # without them a checkpoint is whole
+        sys.stderr.write(f"outlast: fingerprints of {save.directory} not stored: {e or type(e).__name__}\n")
 
 
 def list_files(directory: Path, *, shown_s: float) -> list[str]:
@@ -103,7 +110,7 @@ def _walk(directory: Path) -> list[str]:
         for name in names:
             path = Path(folder) / name
             relative = path.relative_to(directory).as_posix()
-            if relative not in OURS and not name.endswith(".tmp") and path.is_file():
+            if relative not in (*OURS, FILE) and not name.endswith(".tmp") and path.is_file():
                 found.append(relative)
     return found
 

@@ -1,7 +1,7 @@
 """Fingerprints of Megatron-LM's own saves and restores: taken of its live model and optimizer, no file of it touched.
 
-    save_checkpoint(iteration, model, optimizer)   all ranks: one number a tensor; kept until the save is committed
-    load_checkpoint(model, optimizer) -> iteration  all ranks: compared with what lies beside the checkpoint
+    save_checkpoint(..., model, optimizer)   all ranks: one number a tensor, counted beside it, stored at its commit
+    load_checkpoint(model, optimizer)        all ranks: compared with what lies beside the checkpoint
 
 A run must not fail for want of a number: what cannot be counted on any one rank is counted on none, and told once. What
 was counted and differs ends the attempt by name (NotAsSaved). Not covered: models that are DTensors (PyTorch's and
@@ -21,26 +21,38 @@ from outlast.checkpoint.errors import CheckpointError, NotWhole
 from outlast.checkpoint.prints import NotAsSaved, Prints
 
 if TYPE_CHECKING:
+    from outlast.checkpoint.live_prints import Counting
     from outlast.checkpoint.model_prints import ModelPrints
 
 GLOBALS = "megatron.training.global_vars"
 
 
 class LmPrints:
-    """Of one rank. `take` and `check` are collective over all ranks."""
+    """Of one rank. All is collective over all ranks."""
 
     def __init__(self) -> None:
         self._live: ModelPrints | None = None
         self._of: tuple[Any, Any] = (None, None)
         self._told = False
 
-    def take(self, args: Any, iteration: int, model: Any, optimizer: Any) -> Prints | None:
-        """None on all ranks where one cannot."""
+    def begin(self, args: Any, iteration: int, model: Any, optimizer: Any) -> Counting | None:
+        """Count in a thread: the state must not change before finish(). None on all ranks where one cannot."""
         live = self._open(args, model, optimizer)
-        if live is None:
+        return None if live is None else live.begin(iteration)
+
+    def finish(self, counting: Counting | None) -> Prints | None:
+        """Wait, and add up. None on all ranks where one could not."""
+        if counting is None:
+            return None
+        why = ""
+        try:
+            counting.wait()
+        except Exception as e:  # noqa: BLE001 -- as in _open
+            why = f"{type(e).__name__}: {e}"
+        if self._refuse(why) or self._live is None:
             return None
         try:
-            return live.take(iteration)
+            return self._live.finish(counting)
         except CheckpointError as e:  # on all ranks alike: it is what they told each other
             self._tell(str(e))
             return None
@@ -72,11 +84,14 @@ class LmPrints:
             self._live.look()  # what it raises it raises here, before the other ranks wait for it
         except Exception as e:  # noqa: BLE001 -- whatever it is, it is worth no training run
             self._live, why = None, f"{type(e).__name__}: {e}"
-        unable = _count_ranks(self._live is None)
+        return None if self._refuse(why) else self._live
+
+    def _refuse(self, why: str) -> bool:
+        """Whether any rank has a reason to. Collective."""
+        unable = _count_ranks(bool(why))
         if unable:
-            self._tell(why or f"{unable} ranks cannot")
-            return None
-        return self._live
+            self._tell(why or f"{unable} other ranks cannot")
+        return bool(unable)
 
     def _tell(self, why: str) -> None:
         if not self._told:

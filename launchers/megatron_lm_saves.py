@@ -1,6 +1,6 @@
 """Megatron-LM's own saves become checkpoints that outlast believes: which save it is, and when its files are all there.
 
-    save_checkpoint(iteration, ...)        every rank   remember what is true now; rank 0 makes room
+    save_checkpoint(iteration, ...)        every rank   remember what is true now; rank 0 makes room; count beside it
     on_save_checkpoint_success(path, ...)  last rank    final, also an asynchronous one: commit (megatron_lm_commit.py)
 
 An asynchronous save is final some train_steps later, when `args` says other things: so they are taken at its begin.
@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from outlast import __version__
 from outlast.checkpoint.errors import CheckpointError
@@ -27,8 +29,21 @@ from outlast.launchers.megatron_lm_prints import LmPrints
 from outlast.launchers.megatron_lm_rerun import RESTORE_DIR_ENV
 from outlast.reliability.model import Layout
 
+if TYPE_CHECKING:
+    from outlast.checkpoint.live_prints import Counting
+
 KEPT: Final = 8
 """Begun saves that are remembered; more than this are never in flight."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A save of this rank's, as it was when it began."""
+
+    manifest: Manifest
+    counting: Counting | None
+    prints: Future[Prints | None]
+    """There once Megatron-LM's own save has returned."""
 
 
 class Saves:
@@ -36,21 +51,27 @@ class Saves:
 
     def __init__(self, training: ModuleType) -> None:
         self._training = training
-        self._begun: dict[int, tuple[Manifest, Prints | None]] = {}
+        self._begun: dict[int, Begun] = {}
         self._prints = LmPrints()
 
-    def begin(self, iteration: int, *, persistent: bool, model: Any = None, optimizer: Any = None) -> None:
+    def begin(self, iteration: int, *, persistent: bool, model: Any = None, optimizer: Any = None) -> Begun | None:
         """Before Megatron-LM touches a file. Its own collectives keep the other ranks' files behind rank 0's step."""
         megatron_lm_end.end_if_told()
         args = self._training.get_args()
         if not persistent or not args.save:
-            return
-        prints = None if model is None else self._prints.take(args, iteration, model, optimizer)
-        self._begun[iteration] = _describe(args, iteration), prints
+            return None
+        counting = None if model is None else self._prints.begin(args, iteration, model, optimizer)
+        begun = self._begun[iteration] = Begun(_describe(args, iteration), counting, Future())
         for old in sorted(self._begun)[:-KEPT]:
             del self._begun[old]
         if os.environ.get("RANK", "0") == "0":
             _make_room(Path(args.save), iteration)
+        return begun
+
+    def count(self, begun: Begun | None) -> None:
+        """After Megatron-LM's save, before the state changes."""
+        if begun is not None:
+            begun.prints.set_result(self._prints.finish(begun.counting))
 
     def success(self, checkpoint_path: str, save_dir: str, iteration: int) -> None:
         """On the last rank: the files of this save are complete."""
@@ -59,10 +80,8 @@ class Saves:
         if begun is None or Path(save_dir).absolute() != directory.parent:
             return
         durable = recorder.current().checkpoint_durable
-        manifest, prints = begun
-        megatron_lm_commit.start(
-            megatron_lm_commit.Save(directory=directory, manifest=manifest, prints=prints), durable
-        )
+        save = megatron_lm_commit.Save(directory=directory, manifest=begun.manifest, prints=begun.prints)
+        megatron_lm_commit.start(save, durable)
 
     def restored(self, model: Any, optimizer: Any) -> None:
         """After a restore that outlast has asked for. Raises NotAsSaved on all ranks where it gave other values."""
@@ -83,8 +102,15 @@ def hook(training: ModuleType, saved: ModuleType) -> None:
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         persistent = not kwargs.get("non_persistent_ckpt", False)
         model, optimizer = (*args, kwargs.get("model"), kwargs.get("optimizer"))[:2]
-        saves.begin(int(iteration), persistent=persistent, model=model, optimizer=optimizer)
-        return save(iteration, *args, **kwargs)
+        begun = saves.begin(int(iteration), persistent=persistent, model=model, optimizer=optimizer)
+        try:
+            result = save(iteration, *args, **kwargs)
+        except BaseException:
+            if begun is not None:
+                begun.prints.set_result(None)
+            raise
+        saves.count(begun)
+        return result
 
     @functools.wraps(success)
     def on_save_checkpoint_success(
