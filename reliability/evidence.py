@@ -76,7 +76,7 @@ class Failure(Noun, frozen=True, kw_only=True):
     error_class: str = ""
     phase: str = ""
     node: Node | None = None
-    """Where the primary exit was."""
+    """Where the primary exit was; of a hang, where the rank is that waits for nobody."""
     rank: Rank | None = None
     exit_code: int | None = None
     posix_signal: int | None = None
@@ -361,6 +361,7 @@ def failure_of(attempt: AttemptFacts, evidence: Evidence) -> Failure:
     first = primary_exit(attempt.exits)
     gone = first.exit if first else None
     told = memory_kills(evidence, attempt.plan.attempt, first) if first else ()
+    stuck = attempt.no_progress
     return Failure(
         attempt=attempt.plan.attempt,
         nodes=attempt.plan.nodes,
@@ -369,11 +370,11 @@ def failure_of(attempt: AttemptFacts, evidence: Evidence) -> Failure:
         exception=gone.exception if gone else "",
         error_class=gone.error_class if gone else "",
         phase=gone.phase if gone else "",
-        node=gone.node if gone else None,
-        rank=gone.rank if gone else None,
+        node=gone.node if gone else stuck.node if stuck else None,
+        rank=gone.rank if gone else stuck.suspect if stuck else None,
         exit_code=gone.exit_code if gone else None,
         posix_signal=gone.posix_signal if gone else None,
-        hung=attempt.no_progress is not None,
+        hung=stuck is not None,
         for_memory=bool(told) or (gone is not None and gone.error_class in OUT_OF_MEMORY),
         stopped=attempt.why_stopped,
         finished=bool(attempt.exits) and all(f.exit.exit_code == 0 for f in attempt.exits),

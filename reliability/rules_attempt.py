@@ -179,11 +179,13 @@ def _unexplained(case: Case, now: AttemptFacts, first: ExitFact) -> Verdict:
 def _deaths_in_a_row(case: Case, node: Node) -> int:
     """Unexplained deaths and hangs on this node in the attempts just before, without another end between.
 
-    A kill for memory is explained: by the program's need, however often it comes back to one node.
+    A kill for memory is explained: by the program's need, however often it comes back to one node. So is a hang at the
+    train_step at which the present attempt hangs: by the program.
     """
-    count = 0
+    count, now = 0, case.evidence.current
     for past in reversed(case.evidence.past):
-        explained = bool(past.exception) or past.for_memory
+        same_hang = past.hung and now is not None and now.no_progress is not None and past.reached == now.reached
+        explained = bool(past.exception) or past.for_memory or same_hang
         if past.node != node or explained or not (past.posix_signal or past.hung):
             break
         count += 1
@@ -288,8 +290,10 @@ def hangs(case: Case) -> Iterator[Finding]:
         return
     stuck = now.no_progress
     who = f"rank {stuck.suspect} on {stuck.node}: {stuck.how}" if stuck.suspect is not None else stuck.how
-    again = stuck.node is not None and _deaths_in_a_row(case, stuck.node) + 1 >= case.policy.suspect_after
-    convicts = again and len(now.plan.nodes) > 1
+    times = _deaths_in_a_row(case, stuck.node) + 1 if stuck.node is not None else 0
+    convicts = times >= case.policy.suspect_after and len(now.plan.nodes) > 1
+    if convicts:
+        who += f"; the {times}. hang or unexplained death in a row there: the node is left out of this run, not drained"
     yield Verdict(
         key=f"hang:{now.plan.attempt}",
         kind=Kind.HARDWARE_SUSPECT if convicts else Kind.AMBIGUOUS,

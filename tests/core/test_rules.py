@@ -283,6 +283,33 @@ def test_a_hang_names_the_rank_that_waits_for_nobody():
     assert (verdict.rank, verdict.convicts, verdict.stops) == (2, False, True)
 
 
+def hang(story, node="b", rank=2):
+    attempt = story.state.evidence.current.plan.attempt
+    how = {"suspect": m.Rank(rank), "node": Node(node), "how": "stopped (T)", "stack": "f"}
+    story.see(m.NoProgress(at_s=0, attempt=attempt, stalled_s=9, limit_s=5, **how))
+    verdict = story.verdict()
+    story.react()
+    return verdict
+
+
+def test_hangs_in_a_row_on_one_node_are_that_nodes():
+    story = Story().train(through=12)
+    assert not hang(story).convicts
+    story.end().train(restore=10, through=25)
+    again = hang(story)
+    assert (again.rule, again.node, again.convicts, again.drains) == ("same_node_again", "b", True, False)
+    assert "the 2. hang or unexplained death in a row there" in again.because
+
+
+def test_hangs_at_the_same_train_step_or_on_different_nodes_convict_nobody():
+    story = Story().train(through=12)
+    hang(story)
+    story.end().train(restore=10, through=12)
+    assert not hang(story).convicts, "what repeats at the same train_step is not hardware"
+    story.end().train(restore=10, through=25)
+    assert not hang(story, node="a", rank=0).convicts
+
+
 def test_a_node_that_fails_its_gate_is_swapped():
     story = Story().plan("ab")
     story.see(
