@@ -210,4 +210,5 @@ class SimStore:
         return tuple(sorted(self.world.durable))
 
     def prune(self, keep_last: int, *, keep: Sequence[int], keep_every: int = 0) -> tuple[int, ...]:
+        self.world.calls.append(f"prune {keep_last} every {keep_every} keep {list(keep)}")
         return ()

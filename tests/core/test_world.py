@@ -34,6 +34,7 @@ from outlast.reliability.fence import Fence, take
 from outlast.reliability.goodput import ledger
 from outlast.reliability.inbox import Gone
 from outlast.reliability.model import Node, Rank
+from outlast.reliability.narrate import Narrator
 from outlast.reliability.parts import Parts
 from outlast.reliability.policy import Policy
 from outlast.reliability.rundir import RunDir
@@ -612,3 +613,30 @@ def test_an_admins_drain_is_met_by_a_save_where_no_checkpoint_comes(tmp_path):
     assert second.restore_step >= 10, "nothing that was trained is lost"
     steps = [s.train_step for b in world.of(StepsDone) for s in b.steps]
     assert len(steps) == len(set(steps)), "no train_step was done twice"
+
+
+def test_the_users_retention_is_what_is_pruned_by(tmp_path):
+    world = World(tmp_path)
+    world.run = msgspec.structs.replace(world.run, checkpoint=Checkpoint(every_steps=10, keep_last=2, keep_every=30))
+    world.world.at_step(24, lambda w: w.kill_rank(1, exception="KeyError: x"))
+    assert world.go() == 0
+    pruned = [call for call in world.world.calls if call.startswith("prune ")]
+    assert len(pruned) >= 5
+    assert {call.partition(" keep")[0] for call in pruned} == {"prune 2 every 30"}
+    assert pruned[-1].endswith("keep [20]"), "nor what the present attempt was restored from"
+
+
+def test_an_interval_that_follows_is_told_to_the_next_attempt_and_narrated(tmp_path):
+    world = World(tmp_path)
+    world.run = msgspec.structs.replace(
+        world.run,
+        task=Task(module="t", kind="reference"),
+        checkpoint=Checkpoint(every_steps=10, auto=True, every_min_s=6.0, every_max_s=9.0),
+    )
+    world.world.at_step(24, lambda w: w.kill_rank(1, exception="KeyError: x"))
+    assert world.go() == 0
+    first, second = [b.plan for b in world.of(AttemptPlanned)]
+    assert (first.save_every, first.save_because) == (0, "")
+    assert second.save_every == 30 and "bounded from above" in second.save_because
+    said = [line for e in world.events for line in Narrator(TARGET).lines(e)]
+    assert any("saves:   every 30 train_steps: a save costs" in line for line in said)
