@@ -71,8 +71,8 @@ class Inputs:
                 loop.once_durable(partial(loop.parts.board.ack, node, incarnation, number))
                 if isinstance(signal, (m.RankExited, m.NodeNotClear)):
                     loop.watch.poke()
-            case Beaten(node=node, beat=beat):
-                self._beat(node, beat)
+            case Beaten(beat=beat):
+                self._beat(beat)
             case Joined(hello=hello):
                 self._joined(hello)
             case Gone(node=node, why=why):
@@ -145,7 +145,7 @@ class Inputs:
             )
             loop.once_durable(partial(loop.parts.board.command, hello.node, stop))
 
-    def _beat(self, node: Node, beat: Beat) -> None:
+    def _beat(self, beat: Beat) -> None:
         loop = self.loop
         now = loop.state.evidence.current
         if now is None or beat.attempt != now.plan.attempt:
