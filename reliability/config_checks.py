@@ -180,10 +180,10 @@ def describe(run: RunFile) -> tuple[str, ...]:
     dp = world // (layout.tp * layout.pp * layout.cp)
     lines = [f"{world} ranks on {cluster.nodes} nodes: tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {dp}"]
     if cluster.spares:
-        lines.append(f"{cluster.spares} spare nodes are asked for besides: {cluster.nodes + cluster.spares} in all")
+        lines.append(f"spares asked for besides: {cluster.spares}, so {cluster.nodes + cluster.spares} nodes in all")
     if run.nodes_min < cluster.nodes:
         lines.append(
-            f"nodes lost beyond the spares: {', '.join(layout.may_change)} may shrink to {run.nodes_min} nodes"
+            f"nodes lost beyond the spares: {', '.join(layout.may_change)} may shrink; fewest nodes: {run.nodes_min}"
         )
     else:
         lines.append("nodes lost beyond the spares: the run waits, it may not shrink (nodes_min)")
