@@ -16,6 +16,7 @@ from outlast.reliability import supervisor as supervisor_module
 from outlast.reliability import wire
 from outlast.reliability.actions import Drain, Hold, Release
 from outlast.reliability.attempt import State
+from outlast.reliability.catalogue import load_catalogue
 from outlast.reliability.eventlog import MAX_BATCH, EventLog, EventLogError, read_events
 from outlast.reliability.events import (
     AttemptMoved,
@@ -129,7 +130,7 @@ class World:
             starter=Starter(),
             pager=self.pages,
             clock=self.clock,
-            policy=Policy(xid=row, settle_s=self.run.limits.settle_s),
+            policy=Policy(xid=row, kernel=load_catalogue().kernel, settle_s=self.run.limits.settle_s, polled_s=1.0),
             board=board,
             find_suspect=suspect,
             policy_notes=lambda: tuple(self.policy_notes),
@@ -499,6 +500,20 @@ def test_one_cause_on_many_nodes_drains_none(tmp_path):
     assert len(world.world.drained) <= world.run.limits.drains_per_hour
 
 
+def test_a_failed_remap_is_swapped_and_a_throttled_gpu_trains_on(tmp_path):
+    world = World(tmp_path)
+    world.world.at_step(12, lambda w: w.gpu(Node("b"), "hw_slowdown", 72))
+    world.world.at_step(24, lambda w: w.gpu(Node("a"), "remap_failed", 1))
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert [n for n, _ in world.world.drained] == ["a"]
+    assert [(b.verdict.kind, b.verdict.node) for b in world.of(Judged)] == [
+        ("hardware_suspect", None),
+        ("hardware_fault", "a"),
+    ]
+
+
 def test_a_sites_policy_that_changes_is_noted_once(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor_module, "POLICY_S", 1.0)
     world = World(tmp_path)
@@ -524,6 +539,8 @@ FAULTS = {
     "sigkill": lambda w: w.kill_rank(0, posix_signal=9),
     "hang": lambda w: w.hang(1),
     "crash": lambda w: w.crash(w.gang.nodes[-1]),
+    "remap_failed": lambda w: w.gpu(w.gang.nodes[0], "remap_failed", 1),
+    "throttled": lambda w: w.gpu(w.gang.nodes[0], "hw_slowdown", 8),
     "app_xid": lambda w: w.xid(w.gang.nodes[0], 31),
     "drain": lambda w: w.admin_drain(w.gang.nodes[0], "ticket 1"),
 }
