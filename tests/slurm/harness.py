@@ -63,6 +63,7 @@ class Run:
             "wait_for_spare_s": 0.0,
             **asked.pop("limits", {}),
         }
+        saving = {"every_steps": SAVE_EVERY, "keep_last": 3, **asked.pop("checkpoint", {})}
         cluster = {"nodes": 2, "nodes_min": 1, "spares": 1, "gpus_per_node": 0, "ranks_per_node": 1, **asked}
         return RunFile(
             name=name,
@@ -71,7 +72,7 @@ class Run:
             cluster=Cluster(kind="slurm", kernel_log=str(self.files / "kernel" / "%n"), **cluster),
             layout=LayoutAsked(global_batch=8, micro_batch=2),
             train_steps=TARGET,
-            checkpoint=Checkpoint(every_steps=SAVE_EVERY, keep_last=3),
+            checkpoint=Checkpoint(**saving),
             limits=Limits(**limits),
             run_root=str(root),
         )

@@ -15,7 +15,7 @@ from slurm_harness import TARGET
 from outlast.reliability import model as m
 from outlast.reliability.actions import Feed, Hold, Requeue
 from outlast.reliability.attempt import State
-from outlast.reliability.events import AttemptMoved, AttemptPlanned, EpochTaken, RunEnded, Seen
+from outlast.reliability.events import AttemptMoved, AttemptPlanned, EpochTaken, RunEnded, Seen, StepsDone
 from outlast.reliability.fence import highest_number
 from outlast.reliability.verdict import Kind
 
@@ -355,3 +355,21 @@ def test_a_run_whose_job_ran_out_of_time_goes_on_in_a_new_job(start, reference, 
     assert run.until_ended() == "finished"
     run.check_result(reference)
     run.check_drained()
+
+
+def test_before_the_time_limit_the_ranks_save_and_nothing_that_was_trained_is_lost(start, reference):
+    """The limit is Slurm's own; the margin is wide, so that there is time to see what comes after."""
+    run = start(step_s=0.6, walltime_s=120, checkpoint={"every_steps": 1000, "end_margin_s": 30.0})
+    called = run.until(
+        "the last call",
+        lambda: [b for b in run.of(AttemptMoved) if b.why.startswith("save first: the allocation")],
+        120,
+    )
+    assert "to the deadline; a save takes 60.0 s, margin 30 s" in called[0].why
+    run.until("its checkpoint", lambda: [p for p in run.of(AttemptPlanned) if p.plan.restore_step], 60)
+    first, second = [p.plan for p in run.of(AttemptPlanned)][:2]
+    assert run.until_ended() == "finished", "a save was quick, so there was time for the rest"
+    run.check_result(reference)
+    done = [s.train_step for b in run.of(StepsDone) for s in b.steps]
+    assert len(done) == len(set(done)), "no train_step was done twice"
+    assert second.restore_step > 3 and first.nodes == second.nodes and not run.verdicts
