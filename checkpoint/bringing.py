@@ -27,7 +27,15 @@ from outlast.reliability.model import Node
 AT_ONCE: Final = 4
 
 
-def bring(local: LocalTier, train_step: int, box: Box, roster: Roster, *, names: Collection[str] | None = None) -> Path:
+def bring(
+    local: LocalTier,
+    train_step: int,
+    box: Box,
+    roster: Roster,
+    *,
+    names: Collection[str] | None = None,
+    index: bool = True,
+) -> Path:
     """The directory on this node with the index and these shards (None: all). Raises NotWhole where one is nowhere.
 
     Done twice at once on one node it does no harm.
@@ -48,7 +56,8 @@ def bring(local: LocalTier, train_step: int, box: Box, roster: Roster, *, names:
         problems = [why for why in pool.map(fetch, missing) if why]
     if problems:
         raise NotWhole(local.path(train_step).name, tuple(problems))
-    _bring_index(local.path(train_step), box.directory(train_step), manifest, index_files(manifest, parts))
+    if index:
+        _bring_index(local.path(train_step), box.directory(train_step), manifest, index_files(manifest, parts))
     return box.directory(train_step)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,8 @@ from outlast.checkpoint.slices import make_cut
 from outlast.checkpoint.streaming import Outcome, Stream
 from outlast.checkpoint.verify import Unreadable, open_below
 
+Bring = Callable[[Collection[str]], None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -47,6 +49,8 @@ class Source:
     """All that may be read, with their sizes."""
     hashed: bool
     """The hashes are known, and are to be compared."""
+    bring: Bring | None = None
+    """Files may still lie elsewhere: called with those that this rank is about to read, which are here then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +196,8 @@ class StreamingReader(FileSystemReader):
     # ------------------------------------------------------------------ reading
 
     def _stream(self, reads: Reads, neighbours: frozenset[int]) -> Outcome:
+        if self._source.bring is not None and (problems := self._bring(self._source.bring, reads)) is not None:
+            return Outcome(problems=problems)
         needs = {file: to_runs(ranges) for file, ranges in self._filling.needs().items()}
         stream = Stream(
             self._source.directory, self._source.files, reads, needs, self._sharing.shared, neighbours, self._limit_s
@@ -200,6 +206,17 @@ class StreamingReader(FileSystemReader):
             return stream.run(self._filling.take)
         except Exception as e:  # noqa: BLE001 -- the others wait for what this rank has to say
             return Outcome(gave_up=f"rank {self._sharing.rank}: {type(e).__name__}: {e}")
+
+    def _bring(self, bring: Bring, reads: Reads) -> tuple[str, ...] | None:
+        """None where all ranks have what they are to read; else what this one lacks. Collective."""
+        problems: tuple[str, ...] = ()
+        try:
+            bring([read.name for read in reads.files])
+        except NotWhole as e:
+            problems = e.problems
+        except (OSError, CheckpointError) as e:
+            problems = (f"rank {self._sharing.rank}: {type(e).__name__}: {e}",)
+        return problems if any(self._sharing.gather(problems)) else None
 
     def _agree(self, mine: Outcome) -> None:
         """All ranks go on, or none. Collective."""

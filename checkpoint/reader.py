@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 
-from outlast.checkpoint.dcp_reader import Sharing, Source, StreamingReader
+from outlast.checkpoint.dcp_reader import Bring, Sharing, Source, StreamingReader
 from outlast.checkpoint.errors import CheckpointError, NotWhole
 from outlast.checkpoint.manifest import FileEntry, Found, Manifest, hash_bytes
 from outlast.checkpoint.verify import (
@@ -60,20 +61,23 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     strict: str = "assume_ok_unexpected",
     limit_s: float = LIMIT_S,
+    bring: Bring | None = None,
 ) -> tuple[dict[str, Any], Manifest]:
     """The state dict filled from `path`, and the checkpoint's manifest. Collective over all ranks.
 
     Raises NotWhole on every rank, before anything is unpickled, where COMMITTED is missing or a file is not what the
     manifest says; Unreadable where a read does not come back within limit_s. verify='hashes' compares every file that
     is read, over all ranks each once; 'sizes' trusts a check made just before. process_group: all ranks, able to do
-    object collectives; None: the default one. `strict` is dist_checkpointing's.
+    object collectives; None: the default one. `strict` is dist_checkpointing's. bring: shards may be missing
+    here; it is called on each rank with those that the rank is to read, for all ranks of its node.
     """
     _refuse_unknown(verify)
     directory = Path(path)
     sharing = Sharing(process_group)
     try:
-        manifest = _open_together(directory, sharing)
+        manifest = _open_together(directory, sharing, partial=bring is not None)
         source, common = _read_small(directory, sharing, manifest.files, verify, (INDEX, COMMON, FORMAT))
+        source = replace(source, bring=bring)
         return _load_megatron(sharded_state_dict, source, sharing, common, strict, limit_s), manifest
     finally:
         sharing.close()
@@ -131,14 +135,15 @@ def load_foreign(
         sharing.close()
 
 
-def load_common(path: Path | str, *, verify: str = "hashes") -> tuple[dict[str, Any], Manifest]:
+def load_common(path: Path | str, *, verify: str = "hashes", partial: bool = False) -> tuple[dict[str, Any], Manifest]:
     """The unsharded part alone (common.pt), on this rank alone, and the manifest. Raises NotWhole.
 
-    All sizes are checked, and the hash of the one file that is read: the very bytes that are unpickled then.
+    All sizes are checked (partial: none, shards may be missing here), and the hash of the one file that is read: the
+    very bytes that are unpickled then.
     """
     _refuse_unknown(verify)
     directory = Path(path)
-    manifest = verify_directory(directory, hashes=False)
+    manifest = read_manifest(directory) if partial else verify_directory(directory, hashes=False)
     raw = _read_one(directory, COMMON, manifest.files, verify)
     # weights_only: tensors and plain containers, and what the program has allowed by torch.serialization
     return cast(dict[str, Any], torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)), manifest
@@ -147,12 +152,13 @@ def load_common(path: Path | str, *, verify: str = "hashes") -> tuple[dict[str, 
 # ---------------------------------------------------------------------- before the shards
 
 
-def _open_together(directory: Path, sharing: Sharing) -> Manifest:
+def _open_together(directory: Path, sharing: Sharing, *, partial: bool = False) -> Manifest:
     """The manifest; sizes of all files, each looked at by one rank."""
 
     def look() -> Manifest:
         manifest = read_manifest(directory)
-        _require_share(directory, manifest.files, sharing, hashes=False)
+        if not partial:
+            _require_share(directory, manifest.files, sharing, hashes=False)
         return manifest
 
     return _together(sharing, directory, look)
@@ -203,6 +209,8 @@ def _load_megatron(
     from outlast.checkpoint.megatron_load import load_megatron
 
     if not _is_ours_to_read(small[FORMAT]):  # another backend: Megatron reads it, when all of it is known to be whole
+        if source.bring is not None:
+            source.bring(tuple(source.files))
         if source.hashed:
             _together(
                 sharing,

@@ -165,8 +165,8 @@ class Training:
             return
         self._enter("load")
         started_s = time.monotonic()
-        path = trainer_tiers.settle_restore(self.settings.restore_dir, self._place, self.world)
-        self.progress = trainer_state.load_state(path, self.trainee, self.world, self.facts, self._prints)
+        path, bring = trainer_tiers.settle_restore(self.settings.restore_dir, self._place, self.world)
+        self.progress = trainer_state.load_state(path, self.trainee, self.world, self.facts, self._prints, bring)
         took_s = time.monotonic() - started_s
         count = self._prints.compared if self._prints else 0
         compared = f"{count} tensors as saved" if count else "not compared with fingerprints"

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject  # type: ignore[import-untyped]
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # type: ignore[import-untyped]
 
+from outlast.checkpoint.dcp_reader import Bring
 from outlast.checkpoint.job import Spread
 from outlast.checkpoint.live_prints import LivePrints, check_after_restore
 from outlast.checkpoint.manifest import Identity
@@ -184,14 +185,19 @@ def _store_prints(taken: Prints, root: Path) -> None:
 
 
 def load_state(
-    path: Path, trainee: Trainee, world: World, facts: RunFacts, prints: LivePrints | None = None
+    path: Path,
+    trainee: Trainee,
+    world: World,
+    facts: RunFacts,
+    prints: LivePrints | None = None,
+    bring: Bring | None = None,
 ) -> Progress:
     """Fill model, optimizer and generators from a checkpoint of this run, saved in any layout. Collective.
 
     Raises TrainerError where it is another run's, what the reader raises where it is not whole, and NotAsSaved where
-    what came out of it is not what was saved.
+    what came out of it is not what was saved. bring: see reader.load.
     """
-    common, _ = load_common(path)
+    common, _ = load_common(path, partial=bring is not None)
     kept = common.get("outlast")
     if not isinstance(kept, dict):
         raise TrainerError(f"{path}: no entry 'outlast' in common.pt: this trainer did not write it")
@@ -202,7 +208,7 @@ def load_state(
     request = sharded_state(trainee, world, is_loading=True)
     if same_layout:
         request["rng"] = _generators(world)
-    state, _ = load(request, path)
+    state, _ = load(request, path, bring=bring)
     trainee.module.load_state_dict(state["model"])
     trainee.optimizer.load_state_dict(state["optimizer"])
     if prints is not None:

@@ -5,10 +5,10 @@ Only in a supervised run: its shelf keeps, copies and hands out the parts (check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from outlast.checkpoint.bringing import bring
 from outlast.checkpoint.errors import CheckpointError, NotWhole
@@ -25,6 +25,9 @@ from outlast.reliability.rundir import RunDir
 
 if TYPE_CHECKING:
     from outlast.launchers.trainer_world import World
+
+COMMON: Final = "common.pt"
+Bring = Callable[[Collection[str]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,26 +61,31 @@ def open_place(settings: Settings, env: Mapping[str, str]) -> Place | None:
     )
 
 
-def settle_restore(path: Path, place: Place | None, world: World) -> Path:
-    """The directory that this rank reads: for a local checkpoint this node's own, completed first. Collective.
+def settle_restore(path: Path, place: Place | None, world: World) -> tuple[Path, Bring | None]:
+    """The directory that this rank reads, and what brings shards there that it needs. Collective.
 
-    One rank a node brings what is not there. NotWhole on every rank where a shard is on no node.
+    For a local checkpoint that is this node's own: one rank a node brings the index, and the unsharded part; the rest
+    comes as it is read. NotWhole on every rank where something is on no node.
     """
     import torch.distributed as dist
 
     if not is_local(path):
-        return path
+        return path, None
     step = parse_step(path.name)
     if place is None or step is None:
         raise TrainerError(f"{path}: a local checkpoint; expected --local-dir, as it was saved with")
     why = ""
     if world.env.local_rank == 0:
         try:
-            bring(place.local, step, place.box, place.roster)
+            bring(place.local, step, place.box, place.roster, names=(COMMON,))
         except (CheckpointError, OSError) as e:
             why = f"node {place.node}: {e}"
     said: list[str] = [""] * world.env.world_size
     dist.all_gather_object(said, why)
     if problems := tuple(one for one in said if one):
         raise NotWhole(path.name, problems)
-    return place.box.directory(step)
+
+    def bring_more(names: Collection[str]) -> None:
+        bring(place.local, step, place.box, place.roster, names=names, index=False)
+
+    return place.box.directory(step), bring_more

@@ -35,7 +35,7 @@ RunRanks = Callable[..., Ranks]
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The fast tests do not wait five seconds for an import of Megatron that all its users are deselected from."""
-    heavy = collection_path.name in ("test_saver.py", "test_engine_saves.py", "test_dcp_saver.py")
+    heavy = collection_path.name in ("test_saver.py", "test_engine_saves.py", "test_dcp_saver.py", "test_tier_saver.py")
     return True if heavy and "not slow" in config.option.markexpr else None
 
 
