@@ -31,6 +31,7 @@ _LATER: Final = {
     "reshard": "ckpt_tensors",
     "upload": "ckpt_tiers",
     "fetch": "ckpt_tiers",
+    "import": "ckpt_import",
 }
 """Commands that import much, and the module of each."""
 
@@ -44,7 +45,7 @@ class CkptGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _LATER:
             module = importlib.import_module(f"outlast.reliability.cli.{_LATER[cmd_name]}")
-            command = getattr(module, cmd_name)
+            command = getattr(module, cmd_name.replace("import", "import_"))
             assert isinstance(command, click.Command)
             return command
         return super().get_command(ctx, cmd_name)

@@ -199,7 +199,7 @@ IN_RANKS = _ours(
     checkpoint.fingerprint checkpoint.placing checkpoint.live_prints checkpoint.raw_bits checkpoint.tensors
     checkpoint.dcp_reader checkpoint.filling checkpoint.megatron_load checkpoint.share checkpoint.planning
     checkpoint.dcp_plan checkpoint.dcp_sharing checkpoint.dcp_restore checkpoint.staged_prints checkpoint.model_prints
-    checkpoint.comparing checkpoint.exporting launchers.megatron_cpu launchers.megatron_fixes
+    checkpoint.comparing checkpoint.exporting checkpoint.snapshot_import launchers.megatron_cpu launchers.megatron_fixes
     launchers.trainer launchers.trainer_data launchers.trainer_model launchers.trainer_state launchers.trainer_tiers
     launchers.trainer_world
     """
