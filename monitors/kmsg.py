@@ -37,7 +37,7 @@ LAST_RETRY_S: Final = 60.0
 _DROPPED: Final = re.compile(r"\*\* ([0-9]{1,9}) printk messages dropped \*\*")
 _WANTED: Final = re.compile(
     rb"NVRM|SXid|M(?:achine Check|emory (?:cgroup|failure))|Hardware Error|EDAC|AER|LOCKUP|BUG|Kernel panic"
-    rb"|O(?:ut of memory|ops)|'s health|Disk failure|EXT4-fs|XFS|BTRFS|Lustre|NFS|: server |GPFS|Link Down"
+    rb"|O(?:ut of memory|ops)|'s health|Disk failure|EXT4-fs|XFS|BTRFS|Lustre|NFS|: server |GPFS|Link Down|Fatal error"
     rb"|\*\* [0-9]{1,9} printk"
 )
 """A line without one of these cannot concern us; the test is far cheaper than parsing. Each begins with a byte that is

@@ -27,7 +27,7 @@ _BLANKS: Final = (9.2e18, 2147483632.0, 140737488355328.0)
 
 _COUNTERS: Final = (
     (("ROW_REMAP_FAILURE",), "smi_remap_failed", ""),
-    (("UNCORRECTABLE_REMAPPED_ROWS",), "smi_remap_done", "{:g} rows were remapped"),
+    (("CORRECTABLE_REMAPPED_ROWS",), "smi_remap_done", "{:g} rows were remapped"),
     (("ROW_REMAP_PENDING", "RETIRED_PENDING"), "smi_remap_pending", ""),
     (("ECC_DBE",), "smi_ecc_uncorrectable", "{:g} uncorrectable errors"),
     (("PCIE_REPLAY",), "pcie_replay", ""),
@@ -35,6 +35,9 @@ _COUNTERS: Final = (
     (("THERMAL_VIOLATION", "POWER_VIOLATION"), "exporter_violation", "{:g} of violation counted"),
 )
 """(names of a counter above 0, row, note); a star stands for anything between."""
+
+_HW_SLOWED: Final = 0x8 | 0x40 | 0x80
+"""Reasons that hardware sets: slowdown, thermal slowdown, power brake. What software sets is a limit that was asked."""
 
 _SLURM: Final[tuple[tuple[str, re.Pattern[str]], ...]] = (
     (
@@ -113,7 +116,7 @@ def _smi_key(fields: list[tuple[str, str]]) -> str:
         return "smi_ecc_uncorrectable"
     if said(_SMI_PENDING, "Yes"):
         return "smi_remap_pending"
-    if counted(("Uncorrectable Error", "Double Bit ECC")):
+    if counted(("Uncorrectable Error", "Correctable Error", "Double Bit ECC", "Single Bit ECC")):
         return "smi_remap_done"
     if said(_SMI_SLOWED, "Active"):
         return "smi_thermal"
@@ -176,6 +179,8 @@ def _sample(base: Reading, name: str, value: float) -> Reading:
         return _with(base, code=code, key="" if code else "exporter_well", note="the gauge holds the last code only")
     if value <= 0:
         return _with(base, key="exporter_well")
+    if name.endswith(("CLOCK_THROTTLE_REASONS", "CLOCKS_EVENT_REASONS")):
+        return _with(base, key="exporter_violation" if int(min(value, 1e9)) & _HW_SLOWED else "exporter_well")
     for words, key, note in _COUNTERS:
         if any(all(w in name for w in word.split("*")) for word in words):
             return _with(base, key=key, note=note.format(value))

@@ -51,6 +51,37 @@ def test_a_telling_line_is_a_signal(key: str) -> None:
     assert (signal.node, signal.key, signal.text) == ("n1", key, LINES[key])
 
 
+QUIET = (
+    "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 13: 9c00004000800090",
+    "[Hardware Error]: event severity: fatal",
+    "BERT: Error records from previous boot:",
+    "mlx5_core 0000:9a:00.0: print_health_info:4: Health issue observed, firmware internal error, severity(3)",
+    "mlx5_core 0000:9a:00.0: mlx5_cmd_out_err:838:(pid 9): QUERY_X(0x770) failed, status internal error(0x1), err(-5)",
+    "md/raid1:md127: Disk failure on nvme1n1p2, disabling device.",
+    "EDAC MC1: 0 UE memory read error",
+    "pcieport 0000:20:01.1: AER: device recovery successful",
+)
+
+
+@pytest.mark.parametrize("text", QUIET)
+def test_what_the_node_lived_through_takes_it_out_for_nobody(text: str) -> None:
+    rows = [load_catalogue().kernel(signal.key) for signal in found(text) if isinstance(signal, KernelSeen)]
+    assert not any(row is not None and row.alone for row in rows)
+
+
+@pytest.mark.parametrize(
+    "key", ["pcie_link_down", "pcie_recovery_failed", "lustre_evicted", "soft_lockup", "disk_array"]
+)
+def test_a_second_witness_is_needed_for_what_has_harmless_causes_too(key: str) -> None:
+    row = load_catalogue().kernel(key)
+    assert row is not None and not row.alone
+
+
+def test_a_dead_network_device_is_told_in_either_wording() -> None:
+    (signal,) = found("mlx5_core 0000:9a:00.0: poll_health:966:(pid 0): Fatal error 1 detected")
+    assert isinstance(signal, KernelSeen) and (signal.key, signal.device) == ("nic_health", "0000:9a:00")
+
+
 def test_the_device_is_named_where_the_line_does() -> None:
     (signal,) = found(LINES["nic_health"])
     assert isinstance(signal, KernelSeen) and signal.device == "0000:9a:00"
