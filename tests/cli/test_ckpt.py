@@ -231,11 +231,12 @@ torch_tests = pytest.mark.slow
 
 
 def save_dcp(root: Path, step: int, state: dict[str, Any], prints: dict[str, Any] | None = None) -> Path:
-    """A plain DCP save in one process, with a manifest and a commit marker of ours."""
+    """A DCP save in one process, marked as Megatron's, with a manifest and a commit marker of ours."""
     import torch.distributed.checkpoint as dcp
 
     directory = root / name_step(step)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     raws = {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
     files = {name: FileEntry(size_bytes=len(raw), xxh3_128=hash_bytes(raw)) for name, raw in raws.items()}
     commit(RealOps(), directory, Manifest(schema=1, train_step=step, samples=step, layout=Layout(), files=files))
