@@ -42,8 +42,7 @@ class Draft:
     counting: Counting | None
     """How fingerprints of it are taken; None where the saver does not."""
 
-    @property
-    def staged(self) -> list[Staged]:
+    def list_staged(self) -> list[Staged]:
         """Its tensors, in the order of the plan's."""
         pieces = self.image.pieces[0] if self.image.pieces else []
         return [Staged(one.at_bytes, one.data) for one in pieces if isinstance(one.data, torch.Tensor)]

@@ -16,7 +16,7 @@ import logging
 import math
 import mmap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -82,17 +82,19 @@ class StagedPrints:
         self._sums: np.ndarray[Any, np.dtype[np.uint64]] | None = None
         self._counting: Counting | None = None
 
-    def expect(self, counting: Counting | None, staged: list[Staged], memory: mmap.mmap | None) -> None:
+    def expect(
+        self, counting: Counting | None, list_staged: Callable[[], list[Staged]], memory: mmap.mmap | None
+    ) -> None:
         """What will be staged. memory: the staging memory; None: the live tensors are counted now."""
         self.drop()
         if counting is None or not self._wanted:
             return
         self._counting, self._stop = counting, False
         if memory is None:
-            self._count(counting, staged, None)
+            self._count(counting, list_staged, None)
         else:
             self._thread = threading.Thread(
-                target=self._count, args=(counting, staged, memory), name="fingerprints", daemon=True
+                target=self._count, args=(counting, list_staged, memory), name="fingerprints", daemon=True
             )
 
     def begin(self) -> None:
@@ -129,10 +131,10 @@ class StagedPrints:
         if dist.get_rank() == 0:
             _write(directory, _as_prints(counting.kinds, sums.numpy().view(np.uint64), train_step))
 
-    def _count(self, counting: Counting, staged: list[Staged], memory: mmap.mmap | None) -> None:
+    def _count(self, counting: Counting, list_staged: Callable[[], list[Staged]], memory: mmap.mmap | None) -> None:
         sums = np.zeros((counting.count, 3), np.uint64)
         try:
-            for row, place, one in zip(counting.rows, counting.places, staged, strict=True):
+            for row, place, one in zip(counting.rows, counting.places, list_staged(), strict=True):
                 if place.why_not:
                     sums[row, 2] = 1
                     continue

@@ -308,7 +308,7 @@ class Saver:
             spread=flight.spread,
         )
         copier = self._stager.make_room(image.size_bytes)
-        self._prints.expect(draft.counting, draft.staged, None if draft.short else copier.mapped)
+        self._prints.expect(draft.counting, draft.list_staged, None if draft.short else copier.mapped)
         flight.copying = Copying(copier, image, self._writer.announce, self._reach)
         self._writer.hand(job)
         flight.overlaps = overlap and draft.overlaps
@@ -387,7 +387,7 @@ class Saver:
         )
         self._last_failure = what
         self.counts.failed += 1
-        if self._raises:
+        if self._raises and flight.spread is None:  # a local one is no promise that training must end for
             raise SaveFailed(what, path=str(flight.directory), train_step=flight.train_step)
         log.error("%s; training goes on", what)
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject  # type: ignore[import-untyped]
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # type: ignore[import-untyped]
 
+from outlast.checkpoint import megatron_load, megatron_plan  # noqa: F401 -- else imported by each rank, when it saves
 from outlast.checkpoint.dcp_reader import Bring
 from outlast.checkpoint.job import Spread
 from outlast.checkpoint.live_prints import LivePrints, check_after_restore

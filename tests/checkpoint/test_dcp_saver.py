@@ -158,6 +158,30 @@ def test_a_state_that_looks_the_same_is_not_planned_again(run_ranks: Any, tmp_pa
     assert first.tensors != second.tensors
 
 
+ALONE = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+from outlast.checkpoint.dcp_restore import restore
+from outlast.checkpoint.writer import Saver
+root = Path(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=0, world_size=1)
+saver = Saver(root / "ckpt")
+saver.save({"w": torch.arange(5.0)}, train_step=1, samples=8)
+assert saver.finish() == 1
+saver.close()
+state = {"w": torch.zeros(5)}
+assert restore(state, root / "ckpt" / "iter_0000001").samples == 8
+assert state["w"].tolist() == [0, 1, 2, 3, 4] and (root / "ckpt" / "iter_0000001" / "fingerprints.json").exists()
+assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+"""
+
+
+def test_a_program_without_megatron_never_imports_it(tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-c", ALONE, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_it_is_a_snapshot_and_stateful_objects_are_asked(run_ranks: Any, tmp_path: Path) -> None:
     class Counter:
         def __init__(self) -> None:
