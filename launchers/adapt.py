@@ -240,6 +240,7 @@ class Reference:
             Given(name="global_batch", value=run.layout.global_batch, by="layout.global_batch"),
             Given(name="micro_batch", value=micro_batch, by="layout.micro_batch"),
             Given(name="save_every", value=run.checkpoint.every_steps or None, by="checkpoint.every"),
+            Given(name="save_follows", value=run.checkpoint.auto or None, by="checkpoint.every"),
             Given(name="checkpoint_dir", value=run.checkpoint.dir or "checkpoints", by="checkpoint.dir"),
             Given(name="local_dir", value=run.tiers.local_dir or None, by="tiers.local_dir"),
             Given(name="local_every", value=run.tiers.local_every_steps or None, by="tiers.local_every_steps"),

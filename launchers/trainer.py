@@ -25,6 +25,7 @@ from outlast.launchers.trainer_args import Settings, TrainerError, parse_setting
 from outlast.launchers.trainer_env import read_rank_env
 from outlast.launchers.trainer_faults import Fault, inject, parse_faults
 from outlast.launchers.trainer_order import microbatches, rank_ordinals, sample_at
+from outlast.launchers.trainer_pace import open_pace
 from outlast.launchers.trainer_samples import SampleLog
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ class Training:
         self._phase = "init"
         self._faults = faults
         self._stop_file = env.get(STOP_FILE_ENV, "")
+        self._pace = open_pace(env, world.env.attempt, wanted=settings.save_follows)
+        self._every = settings.save_every
         self.corpus: Corpus = trainer_data.open_corpus(
             settings.data_dir, seq=settings.seq, max_bytes=settings.data_bytes
         )
@@ -210,8 +213,8 @@ class Training:
             yield batch
 
     def _stop_agreed(self) -> bool:
-        """Whether any rank has seen the stop file or SIGTERM. All ranks get the same answer."""
-        if not self._stop_file and not self.settings.save_on_term:
+        """Whether any rank has seen the stop file or SIGTERM, and how often to save. All ranks get the same answer."""
+        if not self._stop_file and not self.settings.save_on_term and not self.settings.save_follows:
             return False
         import torch
         import torch.distributed as dist
@@ -219,9 +222,14 @@ class Training:
         # one rank looks for the file: on a network file system the others may see it a train_step later
         file_seen = self.world.env.rank == 0 and bool(self._stop_file) and os.path.exists(self._stop_file)
         seen = bool(self._term) or file_seen
-        flag = torch.tensor([int(seen)], dtype=torch.int32, device=self.world.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        every = self._pace.look() if self.world.env.rank == 0 else 0
+        said = torch.tensor([int(seen), every], dtype=torch.int64, device=self.world.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        stop, every = map(int, said.tolist())
+        if every and every != self._every:
+            self._say(f"a save every {every} train_steps from now on, it was {self._every}")
+            self._every = every
+        return bool(stop)
 
     def _save(self, stop: bool) -> float:
         """Poll the save in flight, start one where it is due; returns for how long that held the loop."""
@@ -230,7 +238,7 @@ class Training:
         if self._saver is None:
             return 0.0
         self._saver.poll()
-        every, step = self.settings.save_every, self.progress.train_step
+        every, step = self._every, self.progress.train_step
         at_end = step >= self.settings.train_steps
         spread = None
         if not (stop or (every and (at_end or step % every == 0))):

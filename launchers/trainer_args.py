@@ -44,6 +44,8 @@ class Settings:
     seed: int = 1234
     save_every: int = 0
     """0: only when asked to stop."""
+    save_follows: bool = False
+    """Under a supervisor: save as often as it asks for while training; --save-every until it does."""
     local_dir: str = ""
     """A directory of each node's own for local checkpoints; %n is the node's name. '' : none."""
     local_every: int = 0

@@ -193,7 +193,7 @@ def describe(run: RunFile) -> tuple[str, ...]:
     lines.append(f"a checkpoint every {often}, {kept}")
     if every.auto:
         lines.append(
-            f"from the second attempt on as often as it pays: every {render_duration(every.every_min_s)} to "
+            f"once the run has shown its saves, as often as it pays: every {render_duration(every.every_min_s)} to "
             f"{render_duration(every.every_max_s)}, by what saves cost and how often attempts fail"
         )
     if run.tiers.local_dir:

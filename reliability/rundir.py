@@ -68,6 +68,10 @@ class RunDir(Noun, frozen=True, kw_only=True):
     def plan(self, attempt: int) -> Path:
         return self.attempt(attempt) / "plan.json"
 
+    def save_every(self, attempt: int) -> Path:
+        """Train_steps between saves as the supervisor asks for them while the attempt trains; mostly not there."""
+        return self.attempt(attempt) / "save_every"
+
     def rank(self, attempt: int, rank: Rank) -> Path:
         """Directory of one rank: `log`, `log.1` ..., `stack.txt`."""
         return self.attempt(attempt) / "ranks" / f"{rank:05d}"

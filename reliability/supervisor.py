@@ -47,6 +47,7 @@ from outlast.reliability.fence import Fence, Fenced, FenceError
 from outlast.reliability.hangs import HangWatch
 from outlast.reliability.inputs import Inputs
 from outlast.reliability.model import Node
+from outlast.reliability.pacing import Pacing
 from outlast.reliability.parts import Parts
 from outlast.reliability.planner import Planner
 from outlast.reliability.policy import judge
@@ -82,6 +83,7 @@ class Supervisor:
         self.acts = Acts(parts.cluster, parts.store, parts.pager, parts.run_dir.name, self.sender.let_go)
         self.hangs = HangWatch(self)
         self.planner = Planner(self)
+        self.pacing = Pacing(self)
         self.performing: dict[int, asyncio.Task[None]] = {}
         self.again_at_s: float | None = None
         self.unwritable = ""
@@ -148,6 +150,7 @@ class Supervisor:
             self._drive()
             self.hangs.look()
             self.planner.look()
+            self.pacing.look()
             self._grow()
             self._release()
             self._end()

@@ -657,3 +657,18 @@ def test_an_interval_that_follows_is_told_to_the_next_attempt_and_narrated(tmp_p
     assert second.save_every == 30 and "bounded from above" in second.save_because
     said = [line for e in world.events for line in Narrator(TARGET).lines(e)]
     assert any("saves:   every 30 train_steps: a save costs" in line for line in said)
+
+
+def test_the_interval_follows_while_an_attempt_trains(tmp_path):
+    world = World(tmp_path)
+    world.run = msgspec.structs.replace(
+        world.run,
+        task=Task(module="t", kind="reference"),
+        checkpoint=Checkpoint(every_steps=10, auto=True, every_min_s=6.0, every_max_s=30.0),
+    )
+    world.world.STEP_S = 1.0
+    assert world.go() == 0
+    told = world.run_dir.save_every(1).read_text()
+    assert told == "30\n", "as often as the user's bound allows"
+    (note,) = [b.text for b in world.of(Noted) if b.text.startswith("from now on a checkpoint")]
+    assert "every 30 train_steps (it was 10): a save costs" in note and "bounded from above" in note

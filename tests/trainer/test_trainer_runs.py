@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from outlast.launchers.trainer_pace import Pace
+
 pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
 TP2 = ("--tp", "2")
@@ -259,3 +261,34 @@ def test_a_loss_that_is_not_a_number_ends_the_run(fork_ranks: Any) -> None:
     diverged = fork_ranks("--lr", "1e30")
     assert diverged.codes == [1]
     assert "FloatingPointError: train_step" in diverged.ranks[0].output
+
+
+def test_it_saves_as_often_as_the_supervisor_asks_while_it_trains(fork_ranks: Any, tmp_path: Path) -> None:
+    asked, stop, saved = tmp_path / "run" / "attempts" / "0007" / "save_every", tmp_path / "stop", tmp_path / "ck"
+    asked.parent.mkdir(parents=True)
+
+    def ask_and_stop(_pids: dict[int, int]) -> None:
+        (tmp_path / "part").write_text("3\n")
+        (tmp_path / "part").rename(asked)
+        deadline_s = time.monotonic() + 60
+        while len(list(saved.glob("iter_*/COMMITTED"))) < 3 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        stop.touch()
+
+    run = fork_ranks(
+        "--train-steps", "9000", "--save-every", "8000", "--save-follows", "--checkpoint-dir", str(saved), ranks=2,
+        env={"OUTLAST_RUN_DIR": str(tmp_path / "run"), "OUTLAST_ATTEMPT": "7", "OUTLAST_STOP_FILE": str(stop)},
+        while_running=on_step(2, ask_and_stop),
+    ).checked()  # fmt: skip
+    durable = [r["durable"] for r in run.ranks[0].records if "durable" in r]
+    assert len(durable) >= 3 and all(step % 3 == 0 for step in durable[:-1]), durable
+    assert "a save every 3 train_steps from now on, it was 8000" in run.ranks[1].output
+
+
+def test_junk_in_that_file_changes_nothing(tmp_path: Path) -> None:
+    clock = iter(range(0, 1000, 10))
+    pace = Pace(tmp_path / "save_every", mono_s=lambda: float(next(clock)))
+    assert pace.look() == 0
+    for text, wanted in (("12\n", 12), ("-3", 0), ("", 0), ("1e9", 0), ("9" * 30, 0), ("7", 7)):
+        (tmp_path / "save_every").write_text(text)
+        assert pace.look() == wanted, text
