@@ -104,8 +104,13 @@ class Planner:
         if plan is None:
             return
         path = loop.parts.run_dir.plan(plan.attempt)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
+        except OSError as error:
+            self._say_once(f"attempt {plan.attempt} cannot be planned: {error}; tried again until it can")
+            self.choice = choice
+            return
         loop.record(AttemptPlanned(plan=plan))
         loop.awake.set()  # the gate is asked in the next turn, not at the next tick
 

@@ -173,7 +173,7 @@ class Supervisor:
             self.say(f"{why}; ranks train on, nothing is decided until it can be written again")
             page = self.acts.page("the run directory cannot be written", why)
             self.performing[-1] = asyncio.create_task(page)
-        self.unwritable = why
+        self.unwritable, self.errors = why, 0
         await asyncio.sleep(1.0)
 
     async def _listen(self) -> None:

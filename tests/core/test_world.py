@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -411,6 +413,28 @@ def test_while_the_log_cannot_be_written_ranks_train_on_and_nothing_is_done(tmp_
     assert sum("cannot be written" in title for title in world.pages.titles) == 1
     assert [b.verdict.kind for b in world.of(Judged)] == [kind], world.of(Judged)
     assert len(world.world.drained) == (fault == "xid")
+
+
+def test_a_plan_that_cannot_be_written_is_waited_for_and_ends_nothing(tmp_path, monkeypatch):
+    world = World(tmp_path)
+    write, until_s = Path.write_bytes, 0.0
+
+    def write_or_fail(path, data):
+        if path.name == "plan.json" and world.loop.now_s < until_s:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, data)
+
+    def fill(w):
+        nonlocal until_s
+        until_s = w.loop.now_s + 60.0
+        w.kill_rank(1, exception="ValueError: boom")
+
+    monkeypatch.setattr(Path, "write_bytes", write_or_fail)
+    world.world.at_step(24, fill)
+    assert world.go() == 0
+    world.check_finished()
+    world.check_laws()
+    assert sum("attempt 2 cannot be planned" in b.text and "No space left" in b.text for b in world.of(Noted)) == 1
 
 
 def test_a_line_its_verdict_and_what_is_to_be_done_become_durable_together(tmp_path):
