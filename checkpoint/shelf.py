@@ -93,7 +93,7 @@ class Shelf:
 
     def start(self) -> None:
         """Be there for others."""
-        self.box.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.box.claim()
         self.box.clear_drafts()
         self._server.start()
         task = self._task

@@ -37,6 +37,22 @@ class Box:
         self.root = root
         self._ops = RealOps()
 
+    def claim(self) -> None:
+        """Make it, for this user alone. CheckpointError where it is somebody else's, or could become so."""
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            itself, above = os.lstat(self.root), os.stat(self.root.parent)
+        except OSError as e:
+            raise CheckpointError(f"{self.root}: {e.strerror}; expected a place that this node can write") from e
+        if not stat.S_ISDIR(itself.st_mode) or itself.st_uid != os.getuid():
+            raise CheckpointError(f"{self.root}: not a directory of this user's; remove it")
+        if itself.st_mode & 0o077:
+            os.chmod(self.root, 0o700)
+        # in a directory that all may write to, sticky or not ours, another one could be put in its place
+        loose = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
+        if above.st_uid not in (os.getuid(), 0) or loose:
+            raise CheckpointError(f"{self.root.parent}: belongs to another user, or all may write to it; name another")
+
     def directory(self, train_step: int) -> Path:
         return self.root / name_step(train_step)
 

@@ -21,7 +21,9 @@ from typing import Final
 
 import msgspec
 
+from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.shelf import ShelfTask
+from outlast.checkpoint.shelf_box import Box
 from outlast.launchers.tier_places import box_of, checkpoints_of, failure_domain, shelves_of
 from outlast.reliability.model import Node
 from outlast.reliability.rundir import RunDir
@@ -76,7 +78,7 @@ class ShelfKeeper:
                     await asyncio.sleep(LOOK_S)
                 code = self._process.returncode if self._process else None
                 log.warning("the shelf ended with %s: see %s", code, self._output())
-            except OSError as e:
+            except (OSError, CheckpointError) as e:
                 log.warning("no shelf: %s", e)
             wait_s = AGAIN_S[0] if time.monotonic() - began_s > AGAIN_S[1] else min(2 * wait_s, AGAIN_S[1])
             await asyncio.sleep(wait_s)
@@ -95,7 +97,7 @@ class ShelfKeeper:
             self._lock = -1
 
     def _start(self) -> None:
-        self.box.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Box(self.box).claim()
         if self._lock < 0:
             self._lock = os.open(self.box / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_SH)

@@ -53,10 +53,12 @@ def open_place(settings: Settings, env: Mapping[str, str]) -> Place | None:
         raise TrainerError("--local-dir: its parts are kept by the agents of a supervised run; leave it out here")
     run_dir = RunDir(root=Path(run))
     secret = bytes.fromhex(run_dir.secret.read_text().strip())
+    box = Box(box_of(run_dir, settings.local_dir, node))
+    box.claim()
     return Place(
         node=node,
         local=LocalTier(settings.checkpoint_dir),
-        box=Box(box_of(run_dir, settings.local_dir, node)),
+        box=box,
         roster=Roster(folder=shelves_of(run_dir), secret=secret, me=node),
     )
 

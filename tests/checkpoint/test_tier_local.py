@@ -353,6 +353,27 @@ def test_the_receiving_shelf_killed_in_the_middle_of_a_part(site: Site) -> None:
 # ---------------------------------------------------------------- who may speak, and what
 
 
+def test_a_place_of_others_is_refused(tmp_path: Path) -> None:
+    box = Box(tmp_path / "own" / "run")
+    box.claim()
+    box.claim()
+    assert box.root.stat().st_mode & 0o777 == 0o700
+    box.root.chmod(0o755)
+    box.claim()
+    assert box.root.stat().st_mode & 0o777 == 0o700
+    box.root.rmdir()
+    box.root.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="not a directory of this user's"):
+        box.claim()
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all").chmod(0o777)
+    with pytest.raises(CheckpointError, match="all may write"):
+        Box(tmp_path / "all" / "run").claim()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="expected a place"):
+        Box(tmp_path / "file" / "run").claim()
+
+
 @pytest.fixture
 def shelf(tmp_path: Path) -> Iterator[tuple[Shelf, Registration]]:
     one = Shelf(Site(tmp_path).task("a"), SECRET)

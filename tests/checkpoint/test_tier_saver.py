@@ -139,6 +139,28 @@ def test_the_same_train_step_again_replaces_parts_and_outdates_copies(run_ranks:
             one.close()
 
 
+def test_a_node_without_room_costs_a_local_checkpoint_and_nothing_else(run_ranks: Any, tmp_path: Path) -> None:
+    """Whatever is wrong with a node's own directory, training and the shared checkpoints go on."""
+    box(tmp_path, "b").root.parent.mkdir(parents=True, exist_ok=True)
+    box(tmp_path, "b").root.write_text("no directory")
+
+    def one(rank: int) -> Any:
+        saver = Saver(tmp_path / "ckpt")
+        said = {"train_step": 10, "samples": 10, "layout": Layout(pp=RANKS)}
+        spread = Spread(node=Node(node_of(rank)), shards=str(box(tmp_path, node_of(rank)).directory(10)))
+        saver.save(tensor_of(rank, 1.0), **said, spread=spread)
+        first = saver.finish()
+        failure = saver.last_failure
+        saver.save(tensor_of(rank, 2.0), **said)
+        done = first, failure, saver.finish()
+        saver.close()
+        return done
+
+    first, failure, second = run_ranks(RANKS, one).value()
+    assert first is None and "rank 2" in failure and second == 10
+    assert LocalTier(tmp_path / "ckpt").steps() == () and verify(tmp_path / "ckpt" / "iter_0000010").train_step == 10
+
+
 @pytest.mark.parametrize("point", ["write.half", "commit.names", "commit.marker_tmp"])
 def test_a_save_that_dies_leaves_no_local_checkpoint(
     run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
