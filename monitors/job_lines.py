@@ -33,7 +33,7 @@ _ASKED: Final = re.compile(r"SignalException: Process [0-9]{1,10} got signal: (?
 _LAUNCHER: Final = re.compile(
     r"failed \(exitcode: -?[1-9][0-9]{0,4}\)|^ {0,8}exitcode {0,4}: -?[1-9][0-9]{0,4}\b"
     r"|Signal [0-9]{1,3} \(SIG[A-Z]{2,8}\) received by PID|MPI_ABORT was invoked on rank"
-    r"|(?:mpirun|mpiexec|prterun) noticed that process"
+    r"|(?:mpirun|mpiexec|prterun) noticed that process|\] exits with return code = -?[1-9]"
 )
 _FLUSH_STATUS: Final = 5
 """IBV_WC_WR_FLUSH_ERR: the request was flushed after an earlier error."""

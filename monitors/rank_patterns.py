@@ -93,6 +93,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         r"|collective operation timeout|Timed out waiting [0-9]{1,10} ?ms for (?:recv|send|a)"
         r"|Some NCCL operations have failed or timed out|Timeout at NCCL work|no heartbeat of its watchdog"
         r"|ProcessGroupNCCL watchdog hang|we are taking the entire process down"
+        r"|store->get\([^()]{0,60}\) got error|reached monitoredBarrier, but received errors"
         r"|[Ww]ait timeout after [0-9]{1,10} ?ms|DistStoreError: Timed out"
         r"|Timed out after [0-9]{1,8} seconds waiting for clients"
         r"|Rank [0-9]{1,6} failed to pass monitoredBarrier|failed to pass monitoredBarrier in [0-9]{1,10} ?ms",

@@ -81,6 +81,7 @@ NEEDLES: Final[tuple[bytes, ...]] = tuple(
         *("ead-only file", "taking the entire", "UCX", "alloc(): ", "free(): ", "_chunk(): ", "idate(): ", "orrupted "),
         *(
             "exitcode",
+            "exits with return",
             "failure of node",
             "ailed node",
             "from batch node",
