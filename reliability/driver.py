@@ -132,7 +132,10 @@ def _stopping(state: RunState, now: AttemptFacts, views: Mapping[Node, AgentView
         view = views.get(node)
         if not state.evidence.node(node).present:
             continue  # lost: its ranks went with its agent, and it is excluded
-        if view is None or not view.connected or not view.stop_done:
+        gone = view is None or not view.connected
+        if gone and state.ending is not None and state.evidence.let_go(node):
+            continue  # its job is over: Slurm ends all that runs there, the agent first, and no attempt follows
+        if view is None or gone or not view.stop_done:
             waiting.append(node)
     if waiting:
         return tuple(Send(node=n, what="stop") for n in waiting)

@@ -122,6 +122,11 @@ class Evidence(Noun, frozen=True, kw_only=True):
     def node(self, node: Node) -> NodeFacts:
         return self.nodes.get(node) or NodeFacts(node=node)
 
+    def let_go(self, node: Node) -> bool:
+        """The scheduler took the node from the run, or ended its allocation."""
+        job = self.jobs.get(self.node(node).job)
+        return job is not None and (job.state.state != "RUNNING" or node not in job.state.nodes)
+
     @property
     def present(self) -> tuple[Node, ...]:
         """Nodes with an agent, in the order in which they first joined."""
@@ -231,9 +236,10 @@ def _fold_signal(  # noqa: C901 - a flat dispatch over the closed union
         case m.OperatorAsked() as ask:
             return replaced(evidence, asks=(*evidence.asks, AskFact(seq=event.seq, ask=ask)))  # type: ignore[no-any-return]
         case m.JobState() as job:
-            return replaced(  # type: ignore[no-any-return]
-                evidence, jobs={**evidence.jobs, job.job: JobFact(seq=event.seq, state=job)}
-            )
+            before = evidence.jobs.get(job.job)
+            # an ending job loses one node after the other: that is one thing, not several
+            seq = before.seq if before is not None and before.state.state == job.state else event.seq
+            return replaced(evidence, jobs={**evidence.jobs, job.job: JobFact(seq=seq, state=job)})  # type: ignore[no-any-return]
         case _:
             return _fold_node_signal(evidence, event, signal)
 

@@ -267,7 +267,7 @@ def _pending(due_s: float, node: Node) -> Finding:
 def lost_agents(case: Case) -> Iterator[Finding]:
     """An agent fell silent: its node is lost to the run -- unless most of them did, then the trouble is elsewhere."""
     lost = [f for f in case.evidence.nodes.values() if f.lost is not None and f.node not in case.excluded]
-    silent = [f for f in lost if not _not_ours(case, f)]
+    silent = [f for f in lost if not case.evidence.let_go(f.node)]
     known = len(case.evidence.present) + len(silent)
     if len(silent) >= 2 and 2 * len(silent) > known:
         yield Verdict(
@@ -283,13 +283,7 @@ def lost_agents(case: Case) -> Iterator[Finding]:
         )
         return
     for facts in lost:
-        yield _let_go(case, facts) if _not_ours(case, facts) else _lost(case, facts)
-
-
-def _not_ours(case: Case, facts: NodeFacts) -> bool:
-    """The scheduler took the node from the run, or ended its allocation."""
-    job = case.evidence.jobs.get(facts.job)
-    return job is not None and (job.state.state != "RUNNING" or facts.node not in job.state.nodes)
+        yield _let_go(case, facts) if case.evidence.let_go(facts.node) else _lost(case, facts)
 
 
 def _let_go(case: Case, facts: NodeFacts) -> Verdict:

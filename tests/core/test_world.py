@@ -511,6 +511,26 @@ def test_an_admins_drain_is_obeyed_at_a_checkpoint_and_left_as_it_is(tmp_path):
     assert world.world.nodes[Node("a")].reason == "DIMM swap, ticket 5512" and not world.world.drained
 
 
+def test_a_cancelled_job_is_one_incident_and_its_end_waits_for_no_agent(tmp_path):
+    """Slurm ends the agents first and this process seconds later: by then the end must be in the log."""
+    world = World(tmp_path)
+
+    def cancel(sim: SimWorld) -> None:
+        job = sim.allocations[0]
+        sim.allocations[0] = msgspec.structs.replace(job, state="CANCELLED")
+        for node in job.nodes:
+            sim.crash(node)
+        left = msgspec.structs.replace(sim.allocations[0], nodes=job.nodes[:1])
+        sim.loop.call_later(1.2, lambda: sim.allocations.__setitem__(0, left))
+
+    world.world.at_step(24, cancel)
+    assert world.go() == 1
+    (ended,) = [e for e in world.events if isinstance(e.body, RunEnded)]
+    (judged,) = [e for e in world.events if isinstance(e.body, Judged)]
+    assert (ended.body.outcome, judged.body.verdict.rule) == ("cancelled", "job_cancelled")
+    assert ended.at_s - judged.at_s < 1.0
+
+
 def test_one_cause_on_many_nodes_drains_none(tmp_path):
     world = World(tmp_path, nodes="abcdef", wanted_nodes=4, nodes_min=4)
 
