@@ -334,6 +334,23 @@ def test_any_text_gives_a_run_file_or_a_config_error(
         assert isinstance(run, RunFile)
 
 
+@pytest.mark.parametrize(
+    "page", ["local", "http://%n:9400/metrics", "https://exporter.site:9400/metrics", "http://[::1]:9400/m"]
+)
+def test_an_exporters_page_is_local_or_a_url(read: Read, page: str) -> None:
+    assert read(GOOD, f"cluster.exporter={page}").run.cluster.exporter == page
+
+
+@pytest.mark.parametrize("page", ["9400", "ftp://n1/x", "http://user:key@n1/metrics", "file:///etc/passwd", "http://"])
+def test_what_is_no_page_is_refused(read: Read, page: str) -> None:
+    (said,) = complaints(read, GOOD, f"cluster.exporter='{page}'")
+    assert "cluster.exporter" in said and "http://%n:9400/metrics" in said
+
+
+def test_a_sites_policy_is_found_from_other_nodes_too(read: Read, tmp_path: Path) -> None:
+    assert read(GOOD, "cluster.policy=site.yaml").run.cluster.policy == str(tmp_path / "site.yaml")
+
+
 # ---------------------------------------------------------------- frozen
 
 
