@@ -173,7 +173,8 @@ def samples_line(samples: Samples | None) -> str:
 
 def saves_line(saving: SavesView) -> str:
     """Lost time and time to durable, over all saves, and how often the run saves now where that was computed."""
-    often = f"; now every {many(saving.every, 'train_step')}: {one_line(saving.because)}" if saving.every else ""
+    begun = f"; the newest attempt began with one every {many(saving.every, 'train_step')}"
+    often = f"{begun}: {one_line(saving.because)}" if saving.every else ""
     if not saving.saves:
         return f"none durable{often}"
     lost = f"lost {duration(saving.lost_median_s)} each (p95 {duration(saving.lost_p95_s)})"

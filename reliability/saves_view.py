@@ -41,7 +41,7 @@ class SavesView(Noun, frozen=True, kw_only=True, omit_defaults=False):
     durable_median_s: float = 0.0
     durable_p95_s: float = 0.0
     every: int = 0
-    """Train_steps between saves, where they were computed for the newest attempt; 0: as the run file says."""
+    """Train_steps between saves that the newest attempt began with, where computed; 0: as the run file says."""
     because: str = ""
 
 

@@ -20,7 +20,7 @@ from outlast.reliability.model import Node
 from outlast.reliability.ports import Allocation
 from outlast.reliability.runfile import RunFile
 from outlast.reliability.runstate import RunState
-from outlast.reliability.saves_seen import SAVE_FIRST, SavesSeen
+from outlast.reliability.saves_seen import SAVE_FIRST, SavesSeen, with_end
 
 NODE_FAILURE_EACH_S: Final = 86400 * 1000 / 6.5
 """A guess of the time between two failures of one node: 6.5 a thousand node-days, as published for a large cluster."""
@@ -50,8 +50,12 @@ def next_interval(evidence: Evidence, run: RunFile) -> tuple[int, str]:
     step_s = times[len(times) // 2]
     if step_s <= 0:
         return 0, ""
+    saving = evidence.saving
+    if now.state is State.ENDED:  # the attempt that has just ended is not counted yet
+        finished = bool(now.exits) and all(f.exit.exit_code == 0 for f in now.exits)
+        saving = with_end(saving, finished=finished, stopped=now.why_stopped)
     interval = plan_interval(
-        seen_so_far(evidence.saving),
+        seen_so_far(saving),
         Bounds(least_s=asked.every_min_s, most_s=asked.every_max_s or float("inf")),
         guess_between_s=NODE_FAILURE_EACH_S / max(run.cluster.nodes, 1),
         guess_stall_s=GUESS_STALL_S,

@@ -201,7 +201,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     said = [f"{row.run}: {row.problem}" for row in rows if row.problem]
     said += [f"{row.run} {row.state}: {row.why}" for row in rows if row.why and row.state != "finished"]
     often = [row for row in rows if row.save_every and row.state not in OVER]
-    return said + [one_line(f"{r.run} saves every {r.save_every} train_steps: {r.save_because}") for r in often]
+    return said + [one_line(f"{r.run} began to save every {r.save_every} train_steps: {r.save_because}") for r in often]
 
 
 def status_text(rows: Sequence[Row], now_s: float) -> str:

@@ -83,6 +83,18 @@ def test_failures_make_it_shorter_and_dear_saves_longer() -> None:
     assert often < usual < seldom
 
 
+def test_the_attempt_that_has_just_failed_counts_already() -> None:
+    story = Story(run=auto())
+    story.train(through=20)
+    saved(story, 10, 1.0)
+    before = next_interval(story.state.evidence, story.run)[0]
+    failed(story)
+    after = next_interval(story.state.evidence, story.run)[0]
+    assert after < before
+    story.plan(restore=10)
+    assert story.state.evidence.saving.failures == 1
+
+
 def test_a_change_at_a_checkpoint_and_a_finish_are_no_failures() -> None:
     story = Story(run=auto())
     story.train(through=20).end("checkpoint 20 is durable: nodes change now")

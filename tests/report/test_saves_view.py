@@ -53,8 +53,11 @@ def test_how_often_and_why_stands_in_report_and_status(new_story: New) -> None:
     plan = msgspec.structs.replace(event.body.plan, save_every=700, save_because="a save costs 2.00 s <b>")
     story.events[plans[-1]] = msgspec.structs.replace(event, body=AttemptPlanned(plan=plan))
     view = fold(story.events)
-    assert "saves: none durable; now every 700 train_steps: a save costs 2.00 s <b>" in report_text(view)
+    assert (
+        "saves: none durable; the newest attempt began with one every 700 train_steps: a save costs 2.00 s <b>"
+        in report_text(view)
+    )
     assert "a save costs 2.00 s &lt;b&gt;" in render_page(view)
     row = Row(run="r", state="training", save_every=700, save_because="a save costs 2.00 s")
-    assert remarks([row]) == ["r saves every 700 train_steps: a save costs 2.00 s"]
+    assert remarks([row]) == ["r began to save every 700 train_steps: a save costs 2.00 s"]
     assert remarks([msgspec.structs.replace(row, state="finished")]) == []
