@@ -407,6 +407,9 @@ def test_names_that_lead_elsewhere_are_refused(shelf: tuple[Shelf, Registration]
     one, there = shelf
     (one.box.root / "secret").write_text("s")
     for name in ("../secret", "a/b", ".hidden", "x\n", "manifest.json"):
+        for ask in (w.Get(train_step=1, name=name), w.Look(train_step=1, names=("x", name))):
+            with pytest.raises(ShelfError, match="nothing was opened"):
+                w.decode_ask(w.encode(ask))
         with call((there.host, there.port), SECRET, Node("b"), Node("a")) as channel:
             channel.send(w.Get(train_step=1, name=name))
             with pytest.raises((ShelfError, OSError)):

@@ -124,5 +124,23 @@ def test_silence_is_no_proof_that_there_is_nothing(root: Path) -> None:
     assert error.value.again
 
 
+class FallsSilent(FsspecObjects):
+    """Answers what there is, and gives nothing."""
+
+    def read(self, name: str) -> Iterator[bytes]:
+        raise StoreError(f"read {name}: no answer", again=True)
+
+
+def test_what_is_known_to_be_there_is_waited_for(root: Path, tmp_path: Path) -> None:
+    silent = TieredStore(root, far=Remote(FallsSilent(f"file://{tmp_path}/objects")))
+    shutil.rmtree(root / "iter_0000030")
+    choice = silent.choose(quarantined=())
+    assert choice.restore is not None and choice.restore.train_step == 20, "an older one here is better than to wait"
+    assert choice.passed_over[0].train_step == 30
+    shutil.rmtree(root)
+    with pytest.raises(PortError, match="no answer"):
+        silent.choose(quarantined=())
+
+
 def test_without_anything_anywhere_the_answer_is_none(tmp_path: Path) -> None:
     assert TieredStore(tmp_path / "new", far=Remote(far(tmp_path))).choose(quarantined=()).restore is None
