@@ -6,8 +6,8 @@
 
 The limits are measured by the same processes at once. The figure is the median over the rounds; each method has its
 turn in each round, so that all see the same machine. Lost time is the hold and the excess of every train_step over
-the baseline until the save is durable. Memory is sampled (PSS) but not judged yet: the row says why.
-BENCH_CHECKPOINT_MB sets the size of the state over all ranks (default 2048).
+the baseline until the save is durable. Memory has ranks of its own for each method (checkpoint_memory.py): looking at
+it would disturb the clocks. BENCH_CHECKPOINT_MB sets the size of the state over all ranks (default 2048).
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from tests.bench.checkpoint_memory import GIB, Extra, find_peak, judge_memory, watch_memory
 from tests.bench.checkpoint_rank import Sample, Task
-from tests.bench.rows import Row, beside, unmeasured, write
+from tests.bench.rows import Row, beside, write
 
 ROUNDS = 5
 RANKS, FEWER, MORE = 4, 2, 6
@@ -45,11 +44,12 @@ PEERS = (
     "Megatron async",
     "torchsnapshot async",
 )
+ASYNCHRONOUS = tuple(name for name in PEERS if "async" in name)
 RESHARD = ("DCP save", "Megatron sync", OURS)
 SNAPSHOT = ("torchsnapshot==0.1.0", "aiofiles", "nest_asyncio", "importlib_metadata<7", "zipp<4")
 _RUN_S = 1800.0
 _INSTALL_S = 120.0
-_SAMPLE_S = 0.2
+_LOOK_S = 0.2
 
 
 class Detail(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +59,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[Sample]
     samples_both_cores_computing: list[Sample]
     reshard: dict[str, list[Sample]]
-    memory: list[tuple[float, int]]
-    """Wall clock, bytes."""
+    memory: list[Extra]
 
 
 def measure(out: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
@@ -73,11 +72,11 @@ def measure(out: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
         say(f"checkpoint: {state_bytes >> 20} MiB over {RANKS} ranks, {rounds} rounds")
         bench = _Bench(place, state_bytes, extra, say)
         everybody = (*PEERS, OURS, OVERLAPPED)
-        with _watch_memory() as memory:
-            samples = bench.run("save", RANKS, rounds, everybody)
+        samples = bench.run("save", RANKS, rounds, everybody)
         reshard = {f"{RANKS} -> {FEWER}": bench.run("load", FEWER, rounds, RESHARD)}
         bench.run("save", FEWER, 1, RESHARD)
         reshard[f"{FEWER} -> {MORE}"] = bench.run("load", MORE, rounds, RESHARD)
+        memory = [bench.measure_memory(method) for method in (*ASYNCHRONOUS, OURS)]
         busy = bench.run("save", RANKS, min(rounds, 2), everybody, busy=True)
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -91,6 +90,7 @@ def measure(out: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
     (out / "checkpoint_detail.json").write_bytes(msgspec.json.encode(detail))
     say(_table("the device computes, a core stays free", samples))
     say(_table("both cores compute (no targets)", busy))
+    say(_memory_table(memory))
     rows = judge(detail)
     write(out / "checkpoint.json", rows)
     return rows
@@ -120,8 +120,13 @@ class _Bench:
         path = self.place / f"task{self.starts}.json"
         path.write_bytes(msgspec.json.encode(task))
         self.say(f"  {what} with {ranks} ranks{', busy' if busy else ''} ...")
-        _run_ranks(path, ranks, self.extra)
+        _run_ranks(path, ranks, self.extra, self.say)
         return msgspec.json.decode(answer.read_bytes(), type=list[Sample])
+
+    def measure_memory(self, method: str) -> Extra:
+        with watch_memory(self.place / f"task{self.starts + 1}.json.round") as memory:
+            (sample,) = self.run("memory", RANKS, 1, (method,))
+        return find_peak(sample, memory)
 
 
 def _find_port() -> int:
@@ -130,7 +135,7 @@ def _find_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _run_ranks(task: Path, ranks: int, extra: str) -> None:
+def _run_ranks(task: Path, ranks: int, extra: str, say: Callable[[str], None]) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in (os.environ.get("PYTHONPATH", ""), extra) if p)}
     with open(f"{task}.log", "wb") as log:
         processes = [
@@ -145,12 +150,25 @@ def _run_ranks(task: Path, ranks: int, extra: str) -> None:
         ]
         deadline_s = time.monotonic() + _RUN_S
         try:
-            for process in processes:
-                process.wait(max(1.0, deadline_s - time.monotonic()))
+            _wait(processes, deadline_s, Path(f"{task}.round"), say)
         finally:
             _end(processes)
     if any(process.returncode for process in processes):
         raise RuntimeError(f"the ranks failed: {Path(f'{task}.log').read_text()[-4000:]}")
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], deadline_s: float, progress: Path, say: Callable[[str], None]
+) -> None:
+    """Until all have ended, or one has failed; tells which round they are in."""
+    said = ""
+    while any(process.poll() is None for process in processes) and not any(p.returncode for p in processes):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the ranks did not end within {_RUN_S:.0f} s: {progress.with_suffix('.log')}")
+        if progress.exists() and (now := progress.read_text()) != said:
+            said = now
+            say(f"    {said}")
+        time.sleep(_LOOK_S)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -180,50 +198,6 @@ def _install_torchsnapshot(folder: Path) -> str:
     return str(folder)
 
 
-# ---------------------------------------------------------------------- memory
-
-
-@contextmanager
-def _watch_memory() -> Iterator[list[tuple[float, int]]]:
-    """What all processes below this one hold, as long as it lasts."""
-    seen: list[tuple[float, int]] = []
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(_SAMPLE_S):
-            seen.append((time.time(), sum(map(_read_pss, psutil.Process().children(recursive=True)))))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        over.set()
-        thread.join()
-
-
-def _read_pss(process: psutil.Process) -> int:
-    try:
-        for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
-
-
-def _extra_bytes(samples: Sequence[Sample], memory: Sequence[tuple[float, int]], method: str) -> float:
-    """The most that a save of this method held above what was held when it began; the median of the rounds."""
-    extra = []
-    for sample in samples:
-        if sample.method == method and not sample.error:
-            during = [size for at, size in memory if sample.began_s <= at <= sample.ended_s]
-            before = [size for at, size in memory if at <= sample.began_s][-1:]
-            if during and before:
-                extra.append(max(during) - before[0])
-    return float(statistics.median(extra)) if extra else 0.0
-
-
 # ---------------------------------------------------------------------- what it says
 
 
@@ -238,7 +212,7 @@ def _peers(samples: Sequence[Sample], what: str, names: Sequence[str] = PEERS) -
 
 def judge(detail: Detail) -> list[Row]:
     """The rows: each figure against the machine's limit, and against the best peer."""
-    samples, gib = detail.samples, 1 << 30
+    samples = detail.samples
     copy_s, raw_s, read_s = (
         _median(samples, COPY, "lost_s"),
         *(_median(samples, RAW, w) for w in ("durable_s", "load_s")),
@@ -263,11 +237,13 @@ def judge(detail: Detail) -> list[Row]:
     for way, made in detail.reshard.items():
         peers = _peers(made, "load_s", RESHARD[:-1])
         rows.append(beside(f"reshard load {way}", "s", _median(made, OURS, "load_s"), peers, at_most=1.0, target=ahead))
-    mine = _extra_bytes(samples, detail.memory, OURS)
-    why = "what one method still holds is in the baseline of the next; needs ranks of its own for each"
-    target = "<= 1.05 x the state + 64 MiB, and <= the asynchronous peers"
-    rows.append(unmeasured("peak extra memory", "GiB", mine / gib, target=target, why=why))
-    return rows
+    return rows + judge_memory(detail.memory, OURS, ASYNCHRONOUS, detail.state_bytes)
+
+
+def _memory_table(memory: Sequence[Extra]) -> str:
+    lines = [f"\n{'peak extra memory':34}{'GiB':>9}"]
+    lines += [f"{one.method:34}{one.error[:80] or f'{one.extra_bytes / GIB:>9.3f}'}" for one in memory]
+    return "\n".join(lines)
 
 
 def _table(title: str, samples: Sequence[Sample]) -> str:

@@ -2,6 +2,7 @@
 
     save    each round, each method: baseline steps | save, steps until durable | load    -> lost, durable, load
     load    each method that reshards: load what another number of ranks has saved
+    memory  one method: a save between two moments, for whoever samples memory from outside
 
 A train_step is a wait (the device computes; with busy=True this core does) and an in-place update of the whole state,
 and all ranks meet at its end. Rank 0 writes what was measured: the worst rank counts.
@@ -27,6 +28,7 @@ import psutil
 
 TENSORS, COLUMNS = 48, 1024
 SLICES = 8
+SETTLE_S = 1.0
 BLOCK_BYTES = 16 << 20
 
 
@@ -106,7 +108,10 @@ class Bench:
             for method in self.methods:
                 samples += [self.guarded(method.name, lambda m=method: self.load(m)) for _ in range(self.task.rounds)]
             return samples
-        for _ in range(self.task.rounds):
+        if self.task.what == "memory":
+            return [self.guarded(method.name, lambda m=method: self.hold_memory(m)) for method in self.methods]
+        for number in range(self.task.rounds):
+            self.tell(f"round {number + 1} of {self.task.rounds}")
             samples += [self.guarded("limit: memory copy", self.copy_memory)]
             samples += [self.guarded("limit: O_DIRECT write and read", self.write_raw)]
             for method in self.methods:
@@ -122,7 +127,7 @@ class Bench:
             if self.rank == 0:
                 traceback.print_exc()
             sample.error = f"{type(e).__name__}: {e}"[:300]
-        sample.method, sample.began_s, sample.ended_s = name, began_s, time.time()
+        sample.method, sample.began_s, sample.ended_s = name, sample.began_s or began_s, time.time()
         if self.worst(float(bool(sample.error))) and not sample.error:
             sample.error = "failed on another rank"
         return sample
@@ -181,6 +186,29 @@ class Bench:
         if wrong:
             raise RuntimeError("what was loaded is not what was saved (torn by later updates?)")
         return Sample(method=method.name, lost_s=lost_s, hold_s=hold_s, durable_s=durable_s, load_s=load_s)
+
+    def hold_memory(self, method: Any) -> Sample:
+        """A save as in a round, and nothing else."""
+        method.fresh()
+        method.durable_at_s = 0.0
+        self.step()
+        self.tell(f"{method.name} ...")
+        time.sleep(SETTLE_S)  # so that somebody who samples has seen how it was before
+        self.worst(0.0)
+        began_s = time.time()
+        method.open(self.state)
+        self.step()
+        method.begin(self.state)
+        steps = 0
+        while self.worst(float(not method.durable_at_s)) and steps < 200:
+            self.step(method)
+            steps += 1
+        method.end()
+        return Sample(method="", began_s=began_s)
+
+    def tell(self, words: str) -> None:
+        if self.rank == 0:
+            Path(f"{sys.argv[1]}.round").write_text(words)
 
     def load(self, method: Any) -> Sample:
         return Sample(method=method.name, load_s=self.time_load(method))

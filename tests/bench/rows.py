@@ -48,6 +48,20 @@ def beside(figure: str, unit: str, ours: float, peers: Mapping[str, float], *, a
     )
 
 
+def within(figure: str, unit: str, ours: float, limit: float, *, target: str) -> Row:
+    """Ours against a number that no peer has set."""
+    return Row(
+        figure=figure,
+        unit=unit,
+        ours=round(ours, 4),
+        peers={},
+        limit=round(limit, 4),
+        ratio=round(ours / limit, 4) if limit else None,
+        target=target,
+        met=ours <= limit,
+    )
+
+
 def unmeasured(figure: str, unit: str, ours: float, *, target: str, why: str) -> Row:
     """A comparison that could not be made here."""
     return Row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.bench.checkpoint import COPY, OURS, OVERLAPPED, RAW, Detail, _table, judge
+from tests.bench.checkpoint_memory import Extra, find_peak, judge_memory
 from tests.bench.checkpoint_rank import Sample
 
 GIB = 1 << 30
@@ -23,8 +24,23 @@ def make_detail(ours_lost_s: float) -> Detail:
         Sample(method="torchsnapshot async", error="ImportError: no"),
     ]
     reshard = {"4 -> 2": [sample(OURS, 0.0, 0.0, 3.0, 0.0), sample("DCP save", 0.0, 0.0, 6.0, 0.0)]}
-    memory = [(19.0, GIB), (22.0, 4 * GIB), (29.0, GIB), (32.0, 2 * GIB), (39.0, GIB)]
+    memory = [
+        Extra(method="DCP async thread", extra_bytes=2 * GIB),
+        Extra(method="torchsnapshot async", extra_bytes=0, error="ImportError: no"),
+        Extra(method=OURS, extra_bytes=GIB + (64 << 20)),
+    ]
     return Detail(state_bytes=GIB, samples=samples, samples_both_cores_computing=[], reshard=reshard, memory=memory)
+
+
+def test_memory_is_the_peak_above_what_was_held_before() -> None:
+    seen = [(9.0, 5 * GIB), (10.0, GIB), (12.0, 4 * GIB), (13.0, 3 * GIB), (16.0, 9 * GIB)]
+    assert find_peak(Sample(method="x", began_s=10.5, ended_s=15.0), seen).extra_bytes == 3 * GIB
+    assert find_peak(Sample(method="x", began_s=8.0, ended_s=15.0), seen).error == "it was not seen"
+
+
+def test_memory_that_was_not_measured_is_not_met() -> None:
+    rows = judge_memory([Extra(method=OURS, extra_bytes=0, error="why")], OURS, ["DCP async thread"], GIB)
+    assert [(row.met, row.missed) for row in rows] == [(False, False)] and "not measured: why" in rows[0].figure
 
 
 def test_each_figure_is_held_to_the_limit_and_to_the_best_peer() -> None:
