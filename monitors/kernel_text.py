@@ -63,7 +63,10 @@ _FULL_STAMP: Final = re.compile(rf"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) {_ISO} (?:[A-
 _RFC3164: Final = re.compile(rf"{_MON} {{1,2}}([0-9]{{1,2}}) (?:([0-9]{{4}}) )?{_HMS} ")
 _UNIX: Final = re.compile(r"(1[0-9]{9}\.[0-9]{1,9}) ")
 _CLOCK: Final = re.compile(r"[0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})? {1,3}")
-_HOST_TAG: Final = re.compile(r"(?:([^\s:]{1,255}) )?([A-Za-z_(][^\s:\[]{0,63})(?:\[([0-9]{1,10})\])?: ?")
+_HOST_TAG: Final = re.compile(
+    r"(?:([^\s:]{1,255}) )?(?:(?:kern|user|daemon|syslog|local[0-7])\.[a-z]{3,7} )?"
+    r"([A-Za-z_(][^\s:\[]{0,63})(?:\[([0-9]{1,10})\])?: ?"
+)
 _KERNEL_TAG: Final = re.compile(r"(?:([^\s:\[\]]{1,255}) )?kernel: ?")
 _GATHERED: Final = re.compile(
     r"(?!kernel:|NVRM:)([A-Za-z0-9][A-Za-z0-9._-]{0,254}): {1,2}"

@@ -23,7 +23,7 @@ BLOCK_CHARS: Final = 1 << 20
 _RANK_PREFIX: Final = re.compile(r"\[?(?:rank|default|trainer)_?[0-9]{1,6}\]?:")
 _COMPANION_13: Final = re.compile(r"Graphics Exception: (?:ESR|Shader Program Header)")
 _COMPANION_SXID: Final = re.compile(r"^(?:Data \{|Severity [0-9])")
-_QUOTED: Final = re.compile(r"audit(?:: |\()|[A-Za-z_(][^\s:\[]{0,63}\[[0-9]{1,10}\]: ")
+_QUOTED: Final = re.compile(r"\{\"log\":|audit(?:: |\()|[A-Za-z_(][^\s:\[]{0,63}\[[0-9]{1,10}\]: ")
 """The kernel's audit record of a user's words, or what a program with this name and pid prints."""
 _TRUNCATED_XID: Final = re.compile(r"NVRM: {0,3}Xid\b|SXid \(PCI")
 

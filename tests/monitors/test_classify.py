@@ -69,6 +69,9 @@ BUS_LOSS = "NVRM: Xid (PCI:0000:4b:00): 79, pid='<unknown>', name=<unknown>, GPU
         "[ 8812.004211] [T4111] ",
         "[ 8812.004211][ T4111] ",
         "cn-0412: [ 8812.004211] ",
+        "Mar  4 02:11:09 cn-0412 kern.warn kernel: ",
+        "1741050669.120 cn-0412 kernel: ",
+        "\x1b[33m[  881.2] \x1b[0m\x1b[1m",
         "cn-0412: Mar  4 02:11:09 cn-0412 kernel: ",
         "Mar 04 02:11:09 cn-0412 kernel: ",
         "2025-03-04 02:11:09 cn-0412 kernel: ",
@@ -88,6 +91,21 @@ def test_a_line_is_read_whatever_wrote_it(prefix: str, end: str) -> None:
     (row,) = classify_lines([prefix + BUS_LOSS + end], LineReader(), CATALOGUE)
     assert (row.code, row.gpu, row.class_, row.action) == (79, "0000:4b:00", "gpu_bus_loss", "drain_reboot")
     assert row.node in (None, "cn-0412", "cn-0412.cluster.local") and (row.node is None) == ("cn-0412" not in prefix)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"python3[881]: {BUS_LOSS}",
+        f"Mar  4 02:11:09 n1 slurmstepd[912]: rank 3: {BUS_LOSS}",
+        json.dumps({"_HOSTNAME": "n1", "MESSAGE": BUS_LOSS, "_TRANSPORT": "journal", "SYSLOG_IDENTIFIER": "python3"}),
+        json.dumps({"log": BUS_LOSS, "stream": "stdout"}, separators=(",", ":")),
+        f'audit: type=1400 audit(1.1:2): apparmor="DENIED" name="{BUS_LOSS}"',
+    ],
+)
+def test_what_a_program_printed_is_no_evidence_however_it_was_kept(line: str) -> None:
+    (row,) = classify_lines([line], LineReader(), CATALOGUE)
+    assert (row.kind, row.class_, row.action) == ("not_xid", "benign", "ignore")
 
 
 @pytest.mark.parametrize("message", [BUS_LOSS, list(BUS_LOSS.encode())])
