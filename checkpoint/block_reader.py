@@ -30,8 +30,8 @@ from outlast.checkpoint.ops import PAGE_BYTES
 from outlast.checkpoint.read_plan import BLOCK_BYTES, FileRead, Reads, holds
 from outlast.checkpoint.verify import open_below
 
-IN_FLIGHT_ON_NODE: Final = 8
-HASH_BYTES: Final = 1 << 20
+IN_FLIGHT_ON_NODE: Final = 16
+HASH_BYTES: Final = 8 << 20
 """The interpreter lock is given up for each."""
 
 

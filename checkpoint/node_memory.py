@@ -24,7 +24,7 @@ from typing import Final
 
 from outlast.checkpoint.read_plan import BLOCK_BYTES
 
-SLOTS: Final = 6
+SLOTS: Final = 8
 _MESSAGE: Final = struct.Struct("<BxHIIII")
 _AT_ONCE: Final = _MESSAGE.size * 2048
 
