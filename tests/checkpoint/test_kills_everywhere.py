@@ -145,7 +145,7 @@ def be_an_agent(root: Path, place: Path, victim: int, point: str) -> None:
             if os.fork() == 0:
                 ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                 be_a_rank(root, place, rank, agent, point if rank == victim else "")
-        time.sleep(PATIENCE_S)
+        time.sleep(5 * PATIENCE_S)  # killed long before; a busy machine may need its time for the first save
     finally:
         os._exit(0)
 
