@@ -1,6 +1,6 @@
 """Faults in a rank at an exact train_step, put in by name as outlast's own hooks are. Preloaded by the tests' runs.
 
-MLM_FAULT=kill:rank=1:step=7               SIGKILL of this rank, once a run
+MLM_FAULT=kill:rank=1:step=7               SIGKILL of this rank, once a run, when the save before it is committed
           flip:rank=1:step=7               the same, and the restore after it gives one wrong bit on this rank, once
           term:rank=1:step=7               SIGTERM of this rank alone, as a scheduler sends it before a deadline
           xid:rank=0:step=7                an XID line in the node's kernel log; the rank goes on, only slowly
@@ -26,6 +26,7 @@ from outlast.launchers.after_import import after_import
 
 XID_LINE = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
 WAIT_S = 40.0
+COMMIT_S = 10.0
 _slow: list[float] = []
 _RESULTS = {"persistent": "PERSISTENT_ERROR", "transient": "TRANSIENT_ERROR", "correct": "CORRECT_RESULT"}
 
@@ -49,8 +50,19 @@ def _step_now() -> int:
     return int(args.curr_iteration) + 1
 
 
+def _await_commit() -> None:
+    """Steps are short here: a busy machine may not have committed the last save yet, beside training."""
+    args = sys.modules["megatron.training.global_vars"].get_args()
+    saved = int(args.curr_iteration) // args.save_interval * args.save_interval
+    marker = Path(args.save, f"iter_{saved:07d}", "COMMITTED")
+    until = time.monotonic() + COMMIT_S
+    while saved and not getattr(args, "async_save", False) and not marker.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 def _strike(kind: str) -> None:
     if kind in ("kill", "flip"):
+        _await_commit()
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "term":
         os.kill(os.getpid(), signal.SIGTERM)
