@@ -106,9 +106,13 @@ def test_the_writer_process_killed_at_every_point(run_ranks: Any, tmp_path: Path
 
 CASES = [(0, point) for point in RANK_POINTS + POINTS]
 CASES += [(1, point) for point in RANK_POINTS + POINTS if not point.startswith("commit.")]
+TELLING = {(0, "save.copied"), (1, "write.done"), (0, "commit.marker"), (0, "commit.durable")}
+"""One of each kind runs always; the whole grid, a process tree for each point, in the long run."""
 
 
-@pytest.mark.parametrize(("victim", "point"), CASES)
+@pytest.mark.parametrize(
+    ("victim", "point"), [pytest.param(*c, marks=() if c in TELLING else pytest.mark.long) for c in CASES]
+)
 def test_the_agent_killed_while_a_save_stands_at(run_ranks: Any, tmp_path: Path, victim: int, point: str) -> None:
     """The agent's ranks die with it by the kernel's hand, and the writers see to their own end."""
     root, pids = tmp_path / "ckpt", tmp_path / "pids"
