@@ -307,6 +307,7 @@ class Keeper:
             )
         )
         await self._until_gone(_LOST_S)
+        self.look()  # what they recorded last: the answer takes it along
         pids = cleared.seen | {leader.pid for leader in leaders}
         held_memory = await asyncio.to_thread(gpu_clear.still_held, pids)
         why = "; ".join([*([cleared.why] if cleared.left else []), *held_memory])

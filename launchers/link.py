@@ -286,15 +286,18 @@ class AgentLink:
         while True:
             self._beat_now.clear()
             if wire.welcomed and not wire.full:
-                beat = self._beat()
-                if len(beat.steps) > MAX_STEPS:
-                    beat = msgspec.structs.replace(beat, steps=beat.steps[:MAX_STEPS])
-                wire.send(beat)
+                self._send_beat(wire)
                 self._flush()
             with suppress(TimeoutError):
                 # not wait_for, which forgets a cancellation that comes together with the event (Python 3.11)
                 async with asyncio.timeout(self._beat_s):
                     await self._beat_now.wait()
+
+    def _send_beat(self, wire: _Wire) -> None:
+        beat = self._beat()
+        if len(beat.steps) > MAX_STEPS:
+            beat = msgspec.structs.replace(beat, steps=beat.steps[:MAX_STEPS])
+        wire.send(beat)
 
     async def _hear(self, wire: _Wire, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(65_536):
@@ -367,6 +370,8 @@ class AgentLink:
     def _answer(self, key: Key, answer: RankStack | Done) -> None:
         said = self._answers.add(key, answer)
         if self._wire is not None and self._wire.welcomed and self._wire.epoch == key[0]:
+            if isinstance(answer, Done):
+                self._send_beat(self._wire)  # first: after a stop nobody asks for the last train_steps any more
             self._wire.send(said)
 
     def _say(self, text: str) -> None:

@@ -151,6 +151,33 @@ def test_a_command_is_carried_out_once_and_answered_through_reconnects(in_world:
     in_world(test)
 
 
+def test_an_answer_brings_the_newest_beat_along(in_world: InWorld) -> None:
+    """After a stop nobody asks for what ranks did last, and the next beat would come too late."""
+
+    async def test(world: World) -> None:
+        async def stop(message: Command, say: Say) -> Done:
+            agent.beat = Beat(attempt=1, state="clear", step_max=9)
+            return Done(command=message.command, ok=True)
+
+        one = await world.supervise()
+        agent = world.agent(handle=stop)
+        agent.link._beat_s = 60.0
+        await world.until(lambda: agent.link.connected)
+        assert one.command(N1, CollectStacks(command=5, attempt=1))
+        seen: list[board.Event] = []
+
+        def answered() -> bool:
+            while not one.events.empty():
+                seen.append(one.events.get_nowait())
+            return any(isinstance(e, board.Done) for e in seen)
+
+        await world.until(answered)
+        last = [e.beat.step_max for e in seen if isinstance(e, board.Beaten)][-1:]
+        assert isinstance(seen[-1], board.Done) and last == [9]
+
+    in_world(test)
+
+
 def test_commands_are_bounded_withdrawn_and_a_failing_handler_answers(in_world: InWorld) -> None:
     async def test(world: World) -> None:
         async def fail(message: Command, say: Say) -> Done:
