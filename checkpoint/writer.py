@@ -61,7 +61,8 @@ class _Flight:
     hold_s: float = 0.0
     error: str = ""
     copying: Copying | None = None
-    """Set until the caller has been told that the state may change."""
+    is_open: bool = False
+    """Until the caller has been told that the state may change: on all ranks alike, whatever has failed on one."""
     overlaps: bool = False
     manifest: Manifest | None = None
     spread: Spread | None = None
@@ -176,7 +177,7 @@ class Saver:
         """With overlap=True: call it before the state changes. Returns the seconds that it held. Not collective."""
         began_s = time.monotonic()
         held_s = 0.0
-        if self._flight is not None and self._flight.copying is not None:
+        if self._flight is not None and self._flight.is_open:
             self._end_copy(self._flight)
             held_s = time.monotonic() - began_s
             self._flight.hold_s += held_s
@@ -265,8 +266,9 @@ class Saver:
             self.counts.synchronous += 1
             self.counts.why = draft.short
             log.warning("checkpoint %s: written at once: %s", flight.directory.name, draft.short)
+        flight.overlaps, flight.is_open = overlap and draft.overlaps, overlap
         try:
-            self._hand_over(flight, draft, overlap)
+            self._hand_over(flight, draft)
         except (OSError, RuntimeError) as e:
             flight.error = f"{type(e).__name__}: {e}"  # all ranks learn it in poll()
         return True
@@ -283,7 +285,7 @@ class Saver:
             log.warning("%s was there already; moved to %s", flight.directory, moved)
         return ""
 
-    def _hand_over(self, flight: _Flight, draft: Draft, overlap: bool) -> None:
+    def _hand_over(self, flight: _Flight, draft: Draft) -> None:
         """The writer process begins, and so does the copy that it follows."""
         image, written = draft.image, dict[str, FileEntry]()
         if draft.short:
@@ -311,26 +313,26 @@ class Saver:
         self._prints.expect(draft.counting, draft.list_staged, None if draft.short else copier.mapped)
         flight.copying = Copying(copier, image, self._writer.announce, self._reach)
         self._writer.hand(job)
-        flight.overlaps = overlap and draft.overlaps
         if flight.overlaps:
             flight.copying.start()
         else:
             flight.copying.run()
-        if not overlap:
+        if not flight.is_open:
             self._end_copy(flight)
 
     def _end_copy(self, flight: _Flight) -> None:
         """The live state is not needed any more. What has failed, all ranks learn in poll()."""
+        flight.is_open = False
         copying, flight.copying = flight.copying, None
-        assert copying is not None, "it was begun"
-        copying.wait()
-        flight.error = copying.error
-        self._prints.begin()
+        if copying is not None:
+            copying.wait()
+            flight.error = flight.error or copying.error
+            self._prints.begin()
         flight.deadline_s = time.monotonic() + self._timeout_s
 
     def _advance(self, *, give_up: bool) -> int | None:
         flight = self._flight
-        if flight is None or flight.copying is not None:
+        if flight is None or flight.is_open:
             return None  # a copy under way: on all ranks alike
         ready, words = self._look(flight, give_up=give_up)
         try:

@@ -24,6 +24,7 @@ from outlast.checkpoint.copying import Copier
 from outlast.checkpoint.errors import SaveFailed
 from outlast.checkpoint.image import Image
 from outlast.checkpoint.points import KILL_AT
+from outlast.checkpoint.stager import Stager
 from outlast.checkpoint.staging import Budget
 from outlast.checkpoint.store import Store
 from outlast.checkpoint.verify import verify
@@ -351,6 +352,31 @@ def test_a_save_that_is_closed_in_its_copy_lets_go(
         return saver.in_flight, newest(tmp_path / "ckpt")
 
     assert run_ranks(1, body).value() == (None, -1)
+
+
+def test_a_rank_that_cannot_begin_its_copy_fails_the_save_on_all_in_the_same_poll(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "ckpt"
+
+    def no_room(self: Stager, size_bytes: int) -> Copier:
+        raise OSError(12, "Cannot allocate memory")
+
+    def body(rank: int) -> Any:
+        saver = Saver(root, on_failure="skip")
+        elements = 3 * BLOCK_BYTES // 4
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(Stager, "make_room", no_room)
+            saver.save(make_state(rank, 2, 3.0, elements), **save_args(10, 2), overlap=True)
+        said = saver.overlaps, saver.poll()
+        saver.finish_copy()
+        first = saver.finish()
+        saver.save(make_state(rank, 2, 4.0, elements), **save_args(20, 2), overlap=True)
+        return said, first, "Cannot allocate memory" in saver.last_failure, saver.finish()
+
+    assert run_ranks(2, body).values == dict.fromkeys((0, 1), ((True, None), None, True, 20))
+    assert newest(root) == 20
 
 
 def test_replicas_are_written_once_and_evenly(run_ranks: Any, tmp_path: Path) -> None:
