@@ -87,10 +87,10 @@ class Agent:
         self.exit_code = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def beat(self, steps_through: int) -> Beat:
+    def beat(self, logged: tuple[int, int]) -> Beat:
         """What the link sends each second."""
         self.keeper.look()
-        return self.keeper.beat(steps_through)
+        return self.keeper.beat(logged)
 
     async def handle(self, message: Command, say: Say) -> Done:
         """Carry a command out. Commands may overlap; what `say` sends goes out before the answer."""
@@ -240,7 +240,7 @@ async def serve(run_dir: RunDir, run: RunFile, secret: bytes, me: Introduction, 
         run_dir=run_dir,
         secret=secret,
         me=me,
-        beat=lambda: agent.beat(link.steps_through),
+        beat=lambda: agent.beat(link.logged),
         handle=agent.handle,
         note=log.info,
         lease_s=run.limits.lease_s,

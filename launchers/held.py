@@ -103,6 +103,11 @@ class Holding:
                 known = self.steps[-1].end_mono_s if self.steps else 0.0
                 self.steps.extend(step for step in rank.page.steps if step.end_mono_s > known)
 
+    def through(self, logged: tuple[int, int]) -> int:
+        """Which train_step of these ranks all is in the log up to, where that much is of attempt `logged[0]`."""
+        attempt, train_step = logged
+        return train_step if attempt == self.attempt else 0
+
     def forget(self, steps_through: int) -> None:
         """Drop what is in the log, but the newest: it tells what has been gathered."""
         while len(self.steps) > 1 and self.steps[0].train_step <= steps_through:

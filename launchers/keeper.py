@@ -70,8 +70,9 @@ class Keeper:
 
     # ------------------------------------------------------------ what the agent asks at each beat
 
-    def beat(self, steps_through: int) -> Beat:
-        """The heartbeat now."""
+    def beat(self, logged: tuple[int, int]) -> Beat:
+        """The heartbeat now. `logged`: an attempt, and up to which of its train_steps all is in the log."""
+        steps_through = self.held.through(logged)
         now = time.monotonic()
         ages = {r.rank: now - r.log.last_mono_s for r in self.held.ranks.values()}
         warm = self._warm is not None and self._warm.ready is not None

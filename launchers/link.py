@@ -117,8 +117,8 @@ class AgentLink:
         self.epoch = 0
         """The highest epoch seen, by file or by word."""
         self.roster: tuple[Node, ...] = ()
-        self.steps_through = 0
-        """From the last pulse: beats need no steps up to this one."""
+        self.logged = (0, 0)
+        """From the last pulse: attempt, and up to which of its train_steps beats need to bring none."""
         self._run_dir, self._secret, self._me = run_dir, secret, me
         self._beat, self._handle, self._note = beat, handle, note
         self._lease_s, self._beat_s, self._poll_s, self._mono_s = lease_s, beat_s, poll_s, mono_s
@@ -326,7 +326,7 @@ class AgentLink:
                 self._check(wire, "Pulse", epoch)
                 self._lease_mono_s = self._mono_s()
                 self._outbox.ack(message.heard)
-                self.steps_through = message.steps_through
+                self.logged = (message.attempt, message.steps_through)
                 # () : as before, see reliability/switchboard.py
                 self.roster = message.roster or self.roster
                 self._flush()

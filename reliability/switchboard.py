@@ -368,9 +368,8 @@ class Switchboard:
         news = () if line.roster is roster else roster
         line.roster = roster
         attempt, train_step = self._steps
-        same = session.beat is not None and session.beat.attempt == attempt
         peer.send(
-            wire.Pulse(epoch=self._epoch, heard=session.acked, steps_through=train_step if same else 0, roster=news)
+            wire.Pulse(epoch=self._epoch, heard=session.acked, attempt=attempt, steps_through=train_step, roster=news)
         )
 
     def _counted(self) -> tuple[Node, ...]:

@@ -117,9 +117,11 @@ class Pulse(Noun, frozen=True, kw_only=True, tag="pulse"):
     epoch: int
     heard: int
     steps_through: int
-    """Highest train_step of the present attempt that is in the log: the reporting agent sends what is newer."""
+    """Highest train_step of `attempt` that is in the log: the reporting agent sends what is newer."""
     roster: tuple[Node, ...]
     """All agents that the supervisor counts, in index order: the base of the majority."""
+    attempt: int = 0
+    """A pulse of the attempt before says nothing about the steps of this one, which may be the same numbers again."""
 
 
 class Gate(Noun, frozen=True, kw_only=True, tag="gate"):

@@ -58,7 +58,7 @@ async def host(run_dir: RunDir, run: RunFile, node: Node) -> int:
 
     async def beat() -> None:
         while True:
-            post.send(agent.beat(0))
+            post.send(agent.beat((0, 0)))
             await asyncio.sleep(0.1)
 
     code = await agent.work(listen(), beat())

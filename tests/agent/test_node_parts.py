@@ -210,6 +210,8 @@ def test_a_beat_names_the_laggard_and_sends_what_is_new() -> None:
 
 
 def test_an_idle_beat_is_empty() -> None:
+    held = Holding(attempt=2)
+    assert (held.through((2, 6)), held.through((1, 6))) == (6, 0), "a late pulse is of the attempt before"
     beat = compose_beat(Holding(), now_mono_s=5.0, steps_through=0, warm=False, output_age_s={})
     assert (beat.attempt, beat.state, beat.stalled_s, beat.laggard, beat.finished) == (0, "idle", 0.0, None, False)
 

@@ -63,12 +63,12 @@ def test_an_agent_finds_the_supervisor_joins_beats_and_holds_the_lease(in_world:
         await world.until(lambda: (s := one.session(N1)) and s.beat == agent.beat)
         one.steps_through(4, 9)
         one.set_roster([N1, Node("n2")])
-        await world.until(lambda: agent.link.steps_through == 9 and agent.link.roster == (N1, "n2"))
+        await world.until(lambda: agent.link.logged == (4, 9) and agent.link.roster == (N1, "n2"))
         await asyncio.sleep(0.2)
         await world.until(lambda: agent.link.lease_age_s < 0.2)
         assert agent.link.roster == (N1, "n2"), "a pulse without a roster keeps the old one"
         one.steps_through(5, 40)  # another attempt than this agent's: says nothing about its steps
-        await world.until(lambda: agent.link.steps_through == 0)
+        await world.until(lambda: agent.link.logged == (5, 40))
 
     in_world(test)
 
