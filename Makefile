@@ -15,7 +15,7 @@ PIP_TORCH ?=
 SOURCES := $(shell git ls-files 'outlast/*' 'reliability/*' 'monitors/*' 'slurm/*' 'launchers/*' 'checkpoint/*') setup.cfg pyproject.toml
 PYTEST := $(VENV)/bin/pytest -q -p no:cacheprovider
 
-.PHONY: mutants demo test test-long check bench bench-checkpoint test-megatron-lm system wheel clean
+.PHONY: mutants demo test test-slurm test-slow test-long check bench bench-checkpoint test-megatron-lm system wheel clean
 
 demo: wheel
 	$(VENV)/bin/outlast demo
@@ -26,8 +26,15 @@ check: wheel
 	$(VENV)/bin/mypy
 	$(PYTEST) -n 2 -m "not slow and not slurm and not megatron and not long and not megatron_lm"
 
+# two at once: on a real Slurm most of the time is waiting, and the rest leaves it a core
 test: system check
-	$(PYTEST) -m "(slow or slurm or megatron) and not long and not megatron_lm"
+	@$(MAKE) --no-print-directory -j 2 test-slurm test-slow
+
+test-slurm:
+	$(PYTEST) -m "slurm and not long"
+
+test-slow:
+	$(PYTEST) -m "(slow or megatron) and not slurm and not long and not megatron_lm"
 
 test-long: system wheel
 	$(PYTEST) -m "long"
