@@ -307,8 +307,11 @@ def test_a_rank_that_dies_or_stops_while_it_reads_does_not_hang_the_others(
             load_rows(rank, 2, saved, limit_s=1.0)
         return gave_up[0].gave_up
 
+    began_s = time.monotonic()
     ranks = run_ranks(2, body)
-    assert ranks.values == {0: "rank 1 of this node said nothing for 1 s"}
+    # nothing to give up where the other had done by then all that this one needed of it
+    assert ranks.values in ({0: "rank 1 of this node said nothing for 1 s"}, {0: ""})
+    assert time.monotonic() - began_s < 40.0
 
 
 def end_after(limit_s: float) -> None:
