@@ -248,7 +248,7 @@ def test_garbage_with_an_honest_frame_round_it_is_an_error_or_nothing(data: byte
     if framed:
         data = struct.pack(">IQ", len(data), 0) + b"m" * 16 + data
     with pytest.raises(FrameError):
-        other.receive(data + b"\0" * 4096 + b"\xff" * 28)
+        other.receive(data + b"\0" * MAX_PAYLOAD_BYTES + b"\xff" * 28)
     assert one.ready
 
 
