@@ -14,7 +14,7 @@ from outlast.launchers.logs import RankLog
 from outlast.launchers.reap import Proc
 from outlast.monitors.beat import PHASES, StepEntry, StepPage, StepReader
 from outlast.reliability.model import Rank, StepSeen
-from outlast.reliability.wire import Beat, RankSpec
+from outlast.reliability.wire import STAND_IN_S, Beat, RankSpec
 
 STEPS_KEPT = 100_000
 """Finished steps that wait for a supervisor to hear of them: hours, for any real step time."""
@@ -80,7 +80,7 @@ class Holding:
     """idle | gating | running | stopping | clear | unclear"""
     ranks: dict[Rank, HeldRank] = field(default_factory=dict)
     steps: deque[StepEntry] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    """Finished steps of the reporting rank that are not known to be in the log."""
+    """Finished steps of the reporting rank, or of its stand-in, that are not known to be in the log."""
 
     @property
     def living(self) -> list[HeldRank]:
@@ -99,7 +99,7 @@ class Holding:
         """Read all pages and gather the reporting rank's new steps. The ring is short: call it often."""
         for rank in self.ranks.values():
             rank.look()
-            if rank.spec.reports and rank.page is not None:
+            if (rank.spec.reports or rank.spec.stands_in) and rank.page is not None:
                 known = self.steps[-1].end_mono_s if self.steps else 0.0
                 self.steps.extend(step for step in rank.page.steps if step.end_mono_s > known)
 
@@ -107,6 +107,12 @@ class Holding:
         """Which train_step of these ranks all is in the log up to, where that much is of attempt `logged[0]`."""
         attempt, train_step = logged
         return train_step if attempt == self.attempt else 0
+
+    def untold(self, steps_through: int, now_mono_s: float) -> list[StepEntry]:
+        """Which finished steps to tell now. A stand-in leaves the new ones to the reporting rank, while they run."""
+        reports = any(r.spec.reports for r in self.ranks.values())
+        newest_s = now_mono_s if reports or self.state != "running" else now_mono_s - STAND_IN_S
+        return [s for s in self.steps if s.train_step > steps_through and s.end_mono_s <= newest_s]
 
     def forget(self, steps_through: int) -> None:
         """Drop what is in the log, but the newest: it tells what has been gathered."""
@@ -123,7 +129,7 @@ def compose_beat(
     step_min = min((r.train_step for r in ranks), default=-1)
     behind = [r for r in living if r.train_step == step_min]
     durable = max((r.page for r in ranks if r.page), key=lambda p: p.durable_step, default=None)
-    new = [s for s in held.steps if s.train_step > steps_through][:STEPS_A_BEAT]
+    new = held.untold(steps_through, now_mono_s)[:STEPS_A_BEAT]
     return Beat(
         attempt=held.attempt,
         state=held.state,

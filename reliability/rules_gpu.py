@@ -17,7 +17,16 @@ from outlast.reliability.gpu_facts import key_of, standing
 from outlast.reliability.model import GateOutcome, Node
 from outlast.reliability.node_facts import GpuFact, NodeFacts, XidFact
 from outlast.reliability.policy import Case, Finding, LineMeaning, Pending
-from outlast.reliability.rules_node import EXPORTER, convicting_change, everywhere, in_use, many, meaning, wide
+from outlast.reliability.rules_node import (
+    EXPORTER,
+    convicting_change,
+    everywhere,
+    in_use,
+    many,
+    meaning,
+    own_once,
+    wide,
+)
 from outlast.reliability.verdict import Confidence, Kind, Rejected, Scope, Verdict
 
 _MEMORY = "gpu_memory_ue"
@@ -33,14 +42,12 @@ def broken_gpus(case: Case) -> Iterator[Finding]:
     for facts in case.evidence.nodes.values():
         if facts.node in case.excluded:
             continue
-        for fact in _fresh(facts):
-            row = convicting_change(case, fact)
-            if row is None:
-                continue
-            reach = wide(case, fact, row.class_, row.meaning, quiet_s=_patience_s(case, fact))
-            yield reach or _broken(case, facts, fact, row)
-            if not isinstance(reach, Verdict):
-                break
+        yield from own_once(
+            wide(case, fact, row.class_, row.meaning, quiet_s=_patience_s(case, fact))
+            or _broken(case, facts, fact, row)
+            for fact in _fresh(facts)
+            if (row := convicting_change(case, fact)) is not None
+        )
 
 
 def _broken(case: Case, facts: NodeFacts, fact: GpuFact, row: LineMeaning) -> Verdict:

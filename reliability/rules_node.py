@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from outlast.reliability.attempt import State
 from outlast.reliability.evidence import memory_kills, primary_exit
@@ -90,14 +90,11 @@ def hardware_xids(case: Case) -> Iterator[Finding]:
     for facts in case.evidence.nodes.values():
         if facts.node in case.excluded:
             continue  # the rest of the burst, or its aftermath: one incident
-        for fact in facts.xids:
-            row = convicting(case, fact)
-            if row is None or fact.seq < facts.joined_seq:
-                continue
-            reach = wide(case, fact, row.class_, f"XID {fact.xid.code} ({row.name})")
-            yield reach or _hardware(case, facts, fact, row)
-            if not isinstance(reach, Verdict):
-                break  # what is everybody's does not clear this node of what is its own
+        yield from own_once(
+            wide(case, fact, row.class_, f"XID {fact.xid.code} ({row.name})") or _hardware(case, facts, fact, row)
+            for fact in facts.xids
+            if fact.seq >= facts.joined_seq and (row := convicting(case, fact)) is not None
+        )
 
 
 def kernel_lines(case: Case) -> Iterator[Finding]:
@@ -105,14 +102,24 @@ def kernel_lines(case: Case) -> Iterator[Finding]:
     for facts in case.evidence.nodes.values():
         if facts.node in case.excluded:
             continue
-        for fact in facts.kernel:
-            row = convicting_line(case, fact)
-            if row is None or fact.seq < facts.joined_seq:
-                continue
-            reach = wide(case, fact, row.class_, row.meaning)
-            yield reach or _broken(case, facts, fact, row)
-            if not isinstance(reach, Verdict):
-                break
+        yield from own_once(
+            wide(case, fact, row.class_, row.meaning) or _broken(case, facts, fact, row)
+            for fact in facts.kernel
+            if fact.seq >= facts.joined_seq and (row := convicting_line(case, fact)) is not None
+        )
+
+
+def own_once(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """One node's findings: the first that is its own, and all that are everybody's.
+
+    What is everybody's does not clear the node of what is its own, nor the other way round, whichever came first.
+    """
+    own = False
+    for finding in findings:
+        everybodys = isinstance(finding, Verdict) and finding.node is None
+        if everybodys or not own:
+            yield finding
+        own = own or not everybodys
 
 
 def killed_for_memory(case: Case) -> Iterator[Finding]:

@@ -362,11 +362,13 @@ class SimWorld:
         if agent.state != "running" or gang is None or agent.attempt != gang.attempt:
             return wire.Beat(attempt=agent.attempt if agent.state == "clear" else 0, state=agent.state)
         through = self.board.through if self.board is not None else 0
-        reports = any(s.reports for s in agent.ranks)
+        newest_s = self.loop.now_s
+        if not any(s.reports for s in agent.ranks):
+            newest_s = newest_s - wire.STAND_IN_S if any(s.stands_in for s in agent.ranks) else 0.0
         fresh = tuple(
             m.StepSeen(**{**{f: getattr(s, f) for f in s.__struct_fields__}, "age_s": self.loop.now_s - s.age_s})
             for s in gang.steps
-            if s.train_step > through
+            if s.train_step > through and s.age_s <= newest_s  # age_s: when it ended, until it is told
         )
         return wire.Beat(
             attempt=gang.attempt,
@@ -378,6 +380,6 @@ class SimWorld:
             step_max=gang.step,
             stalled_s=self.loop.now_s - gang.moved_s,
             durable_step=max((s for s, why in self.durable.items() if not why), default=-1),
-            steps=fresh if reports else (),
+            steps=fresh,
             finished=gang.finished,
         )

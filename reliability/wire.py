@@ -62,7 +62,7 @@ class Beat(Noun, frozen=True, kw_only=True, tag="beat"):
     durable_s: float = 0.0
     """From the beginning of that save to its commit; 0 where the program does not say."""
     steps: tuple[StepSeen, ...] = ()
-    """Finished steps above Pulse.steps_through, oldest first, if this node holds the reporting rank."""
+    """Finished steps above Pulse.steps_through, oldest first, if this node holds the reporting rank or its stand-in."""
     output_age_s: float = 0.0
     """Seconds since any of its ranks last wrote output."""
     finished: bool = False
@@ -129,6 +129,10 @@ class Gate(Noun, frozen=True, kw_only=True, tag="gate"):
     attempt: int
 
 
+STAND_IN_S = 2.0
+"""For how long the stand-in leaves a finished train_step to the reporting rank; a beat and its pulse take one."""
+
+
 class RankSpec(Noun, frozen=True, kw_only=True):
     """One rank to start on this node."""
 
@@ -139,6 +143,8 @@ class RankSpec(Noun, frozen=True, kw_only=True):
     """For script and module: sys.argv. For a command: the program and its words."""
     reports: bool = False
     """This rank's step records are the run's (the last rank)."""
+    stands_in: bool = False
+    """Its step records are told too, STAND_IN_S later: where the reporting rank dies with its node, they remain."""
 
 
 class StartRanks(Noun, frozen=True, kw_only=True, tag="start_ranks"):

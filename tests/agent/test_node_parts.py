@@ -19,9 +19,10 @@ from outlast.launchers.held import HeldRank, Holding, compose_beat, earliest_pha
 from outlast.launchers.local import node_names
 from outlast.launchers.logs import RankLog
 from outlast.launchers.node_gate import free_port, parse_answer
+from outlast.launchers.specs import stand_in_of
 from outlast.launchers.stacks import is_waiting, parse_dump, render
 from outlast.monitors.beat import StepEntry, StepPage
-from outlast.reliability.model import GateOutcome, Node, Placement, Rank
+from outlast.reliability.model import GateOutcome, Layout, Node, Placement, Plan, Rank
 from outlast.reliability.runfile import Cluster, RunFile, Task
 from outlast.reliability.wire import RankSpec
 
@@ -150,10 +151,9 @@ def in_state(proc: reap.Proc, *, state: str) -> reap.Proc:
     return dataclasses.replace(proc, state=state, start_ticks=proc.start_ticks - 1)
 
 
-def spec(rank: int = 0, *, reports: bool = False, **env: str) -> RankSpec:
-    return RankSpec(
-        placement=Placement(rank=Rank(rank), node=Node("a"), local_rank=rank), env=env, argv=("x.py",), reports=reports
-    )
+def spec(rank: int = 0, *, reports: bool = False, stands_in: bool = False, **env: str) -> RankSpec:
+    place = Placement(rank=Rank(rank), node=Node("a"), local_rank=rank)
+    return RankSpec(placement=place, env=env, argv=("x.py",), reports=reports, stands_in=stands_in)
 
 
 def test_only_the_node_says_where_it_is() -> None:
@@ -169,7 +169,9 @@ def test_only_the_node_says_where_it_is() -> None:
     assert (warm["OMP_NUM_THREADS"], warm["OPENBLAS_NUM_THREADS"]) == ("3", "1")
 
 
-def held(rank: int, *, train_step: int, phase: str, moved_s: float, reports: bool = False) -> HeldRank:
+def held(
+    rank: int, *, train_step: int, phase: str, moved_s: float, reports: bool = False, stands_in: bool = False
+) -> HeldRank:
     steps = tuple(StepEntry(train_step=s, end_mono_s=float(s), step_s=1.0, loss=4.0) for s in range(1, train_step + 1))
     page = StepPage(
         phase=phase,
@@ -183,9 +185,8 @@ def held(rank: int, *, train_step: int, phase: str, moved_s: float, reports: boo
     )
     proc = reap.Proc(pid=1, ppid=0, group=1, state="S", threads=1, start_ticks=1)
     log = RankLog(directory=Path("/"), limit_bytes=1, fd=-1)
-    return HeldRank(
-        spec=spec(rank, reports=reports), attempt=3, log=log, pages=None, born_mono_s=0.0, proc=proc, page=page
-    )
+    asked = spec(rank, reports=reports, stands_in=stands_in)
+    return HeldRank(spec=asked, attempt=3, log=log, pages=None, born_mono_s=0.0, proc=proc, page=page)
 
 
 def test_a_beat_names_the_laggard_and_sends_what_is_new() -> None:
@@ -207,6 +208,33 @@ def test_a_beat_names_the_laggard_and_sends_what_is_new() -> None:
     for rank in ranks.values():
         rank.status = 0
     assert compose_beat(holding, now_mono_s=100.0, steps_through=4, warm=True, output_age_s={}).finished
+
+
+def test_a_stand_in_tells_only_what_the_reporting_rank_has_not_told() -> None:
+    ranks = {Rank(1): held(1, train_step=5, phase="train", moved_s=5.0, stands_in=True)}
+    holding = Holding(attempt=3, state="running", ranks=ranks)
+    holding.look()
+
+    def told(now_s: float, through: int) -> list[int]:
+        beat = compose_beat(holding, now_mono_s=now_s, steps_through=through, warm=True, output_age_s={})
+        return [s.train_step for s in beat.steps]
+
+    assert told(5.5, 3) == [], "steps 4 and 5 are new: the reporting rank tells them"
+    assert told(6.5, 3) == [4], "it should have been told by now"
+    assert told(9.0, 5) == [], "it was"
+    holding.state = "stopping"
+    assert told(5.5, 3) == [4, 5], "after the stop nobody will ask again"
+
+
+def test_the_stand_in_knows_the_loss_and_lives_on_another_node() -> None:
+    def stand_in(nodes: str, **layout: int) -> Rank | None:
+        places = tuple(Placement(rank=Rank(i), node=Node(n), local_rank=0) for i, n in enumerate(nodes))
+        return stand_in_of(Plan(attempt=1, layout=Layout(**layout), nodes=(Node("a"),), ranks=places, why=""))
+
+    assert stand_in("aabb", tp=2, dp=2) == 1
+    assert stand_in("abab", tp=2, pp=2) == 2, "rank 0 is of the first pipeline stage and knows no loss"
+    assert stand_in("aabb", tp=2, pp=2) is None, "the whole last stage is on one node"
+    assert stand_in("aaaa", dp=4) is None and stand_in("a") is None
 
 
 def test_an_idle_beat_is_empty() -> None:

@@ -216,6 +216,16 @@ def test_the_order_of_what_comes_together_changes_no_conviction(lines, shuffled)
     assert outcome(one) == outcome(two) and drained(first) == drained(second)
 
 
+@pytest.mark.parametrize("own", [{"a": 46}, {"a": 64, "c": 46}, {"a": 46, "b": 64, "c": 79}])
+def test_a_nodes_own_fault_hides_nothing_that_is_everybodys(own):
+    """XID 140 on three nodes, some of which also show a fault of their own, before it or after it."""
+    shared = [(node, 140, "0000:19:00") for node in "abc"]
+    alone = [(node, code, "0000:3b:00") for node, code in own.items()]
+    for lines in ([*alone, *shared], [*shared, *alone]):
+        story, _ = hear(lines)
+        assert outcome(story) == (set(own), {Kind.AMBIGUOUS, Kind.HARDWARE_FAULT})
+
+
 @given(lines=st.lists(any_line, max_size=8, unique=True), times=st.integers(2, 4))
 def test_doubled_signals_change_nothing(lines, times):
     (one, first), (two, second) = hear(lines), hear(lines, times=times)
