@@ -299,7 +299,8 @@ class Training:
     def _finish(self) -> None:
         from outlast.launchers import megatron_fixes
 
-        megatron_fixes.settle_parameters(self.trainee.wrapped)
+        for chunk in self.trainee.wrapped:
+            megatron_fixes.settle_parameters(chunk)
         if self._saver is not None:
             self._enter("save")
             self._end_copy()

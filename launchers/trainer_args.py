@@ -28,6 +28,8 @@ class Settings:
     """One checkpoint, iter_0000010; None begins from the seed."""
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
+    """Virtual pipeline stages: model chunks a pipeline stage holds."""
     cp: int = 1
     ep: int = 1
     train_steps: int = 60
@@ -84,7 +86,7 @@ def why_not(settings: Settings, world_size: int) -> str:
             f"cp {s.cp}: megatron-core's own attention refuses context parallel (it needs Transformer Engine); use cp 1"
         )
     model_ranks = s.tp * s.pp
-    if min(s.tp, s.pp, s.ep, s.layers, s.seq, s.micro_batch, s.global_batch, s.train_steps) < 1:
+    if min(s.tp, s.pp, s.vpp, s.ep, s.layers, s.seq, s.micro_batch, s.global_batch, s.train_steps) < 1:
         return "sizes and counts must be at least 1"
     if world_size % model_ranks:
         return f"tp {s.tp} x pp {s.pp} = {model_ranks} does not divide the {world_size} ranks"
@@ -93,7 +95,8 @@ def why_not(settings: Settings, world_size: int) -> str:
         (not (s.experts and s.tp > 1) or s.seq % s.tp == 0, f"seq {s.seq} does not divide over tp {s.tp}"),
         (s.heads % s.tp == 0, f"{s.heads} heads do not divide over tp {s.tp}"),
         (s.hidden % s.heads == 0, f"hidden {s.hidden} does not divide over {s.heads} heads"),
-        (s.layers % s.pp == 0, f"{s.layers} layers do not divide over pp {s.pp}"),
+        (s.layers % (s.pp * s.vpp) == 0, f"{s.layers} layers do not divide over pp {s.pp} x vpp {s.vpp}"),
+        (s.vpp == 1 or s.pp > 1, f"vpp {s.vpp} without pipeline stages: give --pp"),
         (s.ep == 1 or s.experts > 0, f"ep {s.ep} without experts: give --experts"),
         (s.experts % s.ep == 0, f"{s.experts} experts do not divide over ep {s.ep}"),
         # experts are not split over tp here (megatron's expert_tensor_parallel_size 1), so ep divides tp x dp
@@ -106,7 +109,11 @@ def why_not(settings: Settings, world_size: int) -> str:
         if not holds:
             return otherwise
     try:
-        microbatches(global_batch=s.global_batch, micro_batch=s.micro_batch, dp=dp)
+        count = microbatches(global_batch=s.global_batch, micro_batch=s.micro_batch, dp=dp)
     except ValueError as error:
         return str(error)
+    if s.vpp > 1 and count % s.pp:
+        return (
+            f"{count} microbatches a replica do not divide over pp {s.pp}: Megatron's interleaved schedule needs that"
+        )
     return ""

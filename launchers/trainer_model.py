@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 from typing import Any, Final
 
 import torch
@@ -38,9 +39,9 @@ _OVERLAP_BUCKET: Final = 20_000
 class Trainee:
     """Model and optimizer of this rank."""
 
-    module: Any
-    """The bare GPTModel: what a checkpoint names its tensors after."""
-    wrapped: Any
+    modules: list[Any]
+    """The bare GPTModel, or one a virtual pipeline stage: what a checkpoint names its tensors after."""
+    wrapped: list[Any]
     """The same in Megatron's DistributedDataParallel."""
     optimizer: Any
     overlap: bool
@@ -57,18 +58,13 @@ def build_trainee(settings: Settings, world: World) -> Trainee:
     """Model, wrapper and optimizer, with weights from the seed."""
     config = _model_config(settings)
     torch.manual_seed(settings.seed)
-    module = GPTModel(
-        config,
-        _layer_spec(settings, config),
-        vocab_size=VOCABULARY,
-        max_sequence_length=settings.seq,
-        pre_process=world.is_first_stage,
-        post_process=world.is_last_stage,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-    ).to(world.device)
-    wrapped = DistributedDataParallel(config, _wrapper_config(settings), module)
-    wrapped.broadcast_params()
+    modules = [_build_chunk(settings, world, config, number) for number in range(settings.vpp)]
+    wrapped = [
+        DistributedDataParallel(config, _wrapper_config(settings), module, disable_bucketing=number > 0)
+        for number, module in enumerate(modules)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -79,14 +75,30 @@ def build_trainee(settings: Settings, world: World) -> Trainee:
             use_distributed_optimizer=True,
             overlap_param_gather=settings.overlap,
         ),
-        [wrapped],
+        wrapped,
         use_gloo_process_groups=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if settings.overlap:
-        config.no_sync_func = wrapped.no_sync
-    return Trainee(module=module, wrapped=wrapped, optimizer=optimizer, overlap=settings.overlap)
+        each = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = each if settings.vpp > 1 else each[0]
+    return Trainee(modules=modules, wrapped=wrapped, optimizer=optimizer, overlap=settings.overlap)
+
+
+def _build_chunk(settings: Settings, world: World, config: Any, number: int) -> Any:
+    """One virtual pipeline stage; all of this rank's model where there are none."""
+    return GPTModel(
+        config,
+        _layer_spec(settings, config),
+        vocab_size=VOCABULARY,
+        max_sequence_length=settings.seq,
+        pre_process=world.is_first_stage and number == 0,
+        post_process=world.is_last_stage and number == settings.vpp - 1,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        vp_stage=number if settings.vpp > 1 else None,
+    ).to(world.device)
 
 
 class SequenceNorm(torch.nn.LayerNorm):
@@ -104,7 +116,8 @@ def _layer_spec(settings: Settings, config: Any) -> Any:
     if not config.sequence_parallel:
         return layer
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * (settings.layers // settings.pp), layer_norm=SequenceNorm)
+    here = settings.layers // (settings.pp * settings.vpp)
+    return TransformerBlockSubmodules(layer_specs=[layer] * here, layer_norm=SequenceNorm)
 
 
 def _expert_config(settings: Settings) -> dict[str, Any]:
@@ -140,6 +153,7 @@ def _model_config(settings: Settings) -> Any:
         num_attention_heads=settings.heads,
         tensor_model_parallel_size=settings.tp,
         pipeline_model_parallel_size=settings.pp,
+        virtual_pipeline_model_parallel_size=settings.vpp if settings.vpp > 1 else None,
         context_parallel_size=settings.cp,
         expert_model_parallel_size=settings.ep,
         use_cpu_initialization=True,
@@ -149,6 +163,8 @@ def _model_config(settings: Settings) -> Any:
         attention_dropout=settings.dropout,
         attention_softmax_in_fp32=True,
         batch_p2p_comm=False,
+        # between two stages that interleave, Megatron needs both directions at once
+        overlap_p2p_comm=settings.vpp > 1,
         **unfused,
         **(_expert_config(settings) if settings.experts else {}),
     )
@@ -175,13 +191,14 @@ def train_one_step(
 
     before_update is called when all that is left is the update: until then, weights and moments are as they were.
     """
-    trainee.wrapped.zero_grad_buffer()
+    for chunk in trainee.wrapped:
+        chunk.zero_grad_buffer()
     trainee.optimizer.zero_grad()
     count = microbatches(global_batch=settings.global_batch, micro_batch=settings.micro_batch, dp=world.dp)
     sums = get_forward_backward_func()(
         forward_step_func=partial(_forward, mask=_causal_mask(settings.seq, world.device)),
-        data_iterator=batches,
-        model=trainee.wrapped,
+        data_iterator=list(tee(batches, settings.vpp)) if settings.vpp > 1 else batches,
+        model=trainee.wrapped if settings.vpp > 1 else trainee.wrapped[0],
         num_microbatches=count,
         seq_length=settings.seq,
         micro_batch_size=settings.micro_batch,

@@ -116,7 +116,8 @@ def save_state(
     spread: a local checkpoint.
     """
     began_s = time.monotonic()
-    settle_parameters(trainee.wrapped)
+    for chunk in trainee.wrapped:
+        settle_parameters(chunk)
     state = sharded_state(trainee, world, is_loading=False)
     state["rng"] = _generators(world)
     state["outlast"] = _describe_save(progress, facts, world)
@@ -174,7 +175,7 @@ def _describe_save(progress: Progress, facts: RunFacts, world: World) -> dict[st
 
 def watch_prints(trainee: Trainee) -> LivePrints:
     """What takes and compares fingerprints of this state."""
-    return LivePrints([trainee.module], trainee.optimizer, vocabulary=VOCABULARY)
+    return LivePrints(trainee.modules, trainee.optimizer, vocabulary=VOCABULARY)
 
 
 def _store_prints(taken: Prints, root: Path) -> None:
@@ -210,7 +211,8 @@ def load_state(
     if same_layout:
         request["rng"] = _generators(world)
     state, _ = load(request, path, bring=bring)
-    trainee.module.load_state_dict(state["model"])
+    for name, module in _name_chunks(trainee).items():
+        module.load_state_dict(state[name])
     trainee.optimizer.load_state_dict(state["optimizer"])
     if prints is not None:
         check_after_restore(prints, path)
@@ -233,9 +235,16 @@ def why_not_ours(ours: RunFacts, theirs: RunFacts) -> str:
 
 def sharded_state(trainee: Trainee, world: World, *, is_loading: bool) -> dict[str, Any]:
     """Model and optimizer as Megatron names and cuts them."""
-    model = {"model": trainee.module.sharded_state_dict()}
+    model = {name: module.sharded_state_dict() for name, module in _name_chunks(trainee).items()}
     optimizer = trainee.optimizer.sharded_state_dict(dict(model), is_loading=is_loading, metadata=dict(_FORMAT))
     return {**model, "optimizer": optimizer}
+
+
+def _name_chunks(trainee: Trainee) -> dict[str, Any]:
+    """As Megatron names them: its optimizer looks for these."""
+    if len(trainee.modules) == 1:
+        return {"model": trainee.modules[0]}
+    return {f"model{number}": module for number, module in enumerate(trainee.modules)}
 
 
 def _rank_grid(world: World) -> list[int]:

@@ -60,6 +60,7 @@ def join(env: RankEnv, settings: Settings) -> World:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=settings.tp,
         pipeline_model_parallel_size=settings.pp,
+        virtual_pipeline_model_parallel_size=settings.vpp if settings.vpp > 1 else None,
         context_parallel_size=settings.cp,
         expert_model_parallel_size=settings.ep,
         # with tp > 1 gloo refuses the uneven gather of experts that are split over tp

@@ -157,7 +157,7 @@ def test_a_node_without_room_costs_a_local_checkpoint_and_nothing_else(run_ranks
         return done
 
     first, failure, second = run_ranks(RANKS, one).value()
-    assert first is None and "rank 2" in failure and second == 10
+    assert first is None and ("rank 2" in failure or "rank 3" in failure) and second == 10, "both are on node b"
     assert LocalTier(tmp_path / "ckpt").steps() == () and verify(tmp_path / "ckpt" / "iter_0000010").train_step == 10
 
 

@@ -92,8 +92,9 @@ class FileRecorder:
 def _digest(training: trainer.Training) -> str:
     """Everything that the next train_step depends on, byte for byte."""
     digest = hashlib.sha256()
-    for parameter in training.trainee.module.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
+    for module in training.trainee.modules:
+        for parameter in module.parameters():
+            digest.update(parameter.detach().cpu().numpy().tobytes())
     for optimizer in training.trainee.optimizer.chained_optimizers:
         for state in optimizer.optimizer.state.values():
             for name in sorted(state):

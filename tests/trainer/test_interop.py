@@ -3,7 +3,7 @@
     ours (layout A) --plain Megatron-core--> ranks (B) --its own save--> theirs --our reader--> ranks (C, D, ...)
 
 Each arrow ends in a comparison of every weight's, main parameter's and moment's fingerprint with those of the first
-save, taken from live tensors. A model with virtual pipeline stages is not among them: the trainer builds none.
+save, taken from live tensors.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.megatron]
 
 RESTORED = re.compile(r"restored train_step 3 .*, (\d+) tensors as saved")
 MOE = ("--experts", "4")
+VPP = ("--pp", "2", "--vpp", "2")
+SIZES = ("--layers", "4", "--train-steps", "3", "--global-batch", "24")
 Layout = tuple[tuple[str, ...], int]
 
 DENSE_GRID: tuple[Layout, ...] = (
@@ -34,13 +36,17 @@ DENSE_GRID: tuple[Layout, ...] = (
     (("--tp", "4"), 4),
     (("--tp", "2", "--pp", "2"), 4),
     (("--pp", "2"), 4),
+    (VPP, 2),
+    ((*VPP, "--tp", "2"), 4),
 )
 MOE_GRID: tuple[Layout, ...] = (
     (MOE, 1),
     ((*MOE, "--ep", "4"), 4),
     ((*MOE, "--tp", "2", "--ep", "2"), 2),
     ((*MOE, "--pp", "2", "--ep", "2"), 4),
+    ((*MOE, *VPP, "--ep", "2"), 4),
 )
+VPP_GRID: tuple[Layout, ...] = (((), 2), ((*VPP, "--tp", "2"), 4), (("--pp", "4"), 4))
 
 
 def loads_with(load: Callable[[dict[str, Any]], Any], *, then_save: Path | None = None) -> Callable[[], None]:
@@ -88,7 +94,7 @@ def our_load(path: Path) -> Callable[[dict[str, Any]], Any]:
 def restore(fork_ranks: Any, path: Path, layout: Layout, before: Callable[[], None]) -> int:
     """How many tensors were compared, and were as they were saved."""
     argv, ranks = layout
-    words = (*argv, "--train-steps", "3", "--global-batch", "24", "--restore-dir", str(path))
+    words = (*argv, *SIZES, "--restore-dir", str(path))
     said = fork_ranks(*words, ranks=ranks, before=before).checked().ranks[-1].output
     found = RESTORED.search(said)
     assert found, said
@@ -96,7 +102,7 @@ def restore(fork_ranks: Any, path: Path, layout: Layout, before: Callable[[], No
 
 
 def save(fork_ranks: Any, place: Path, *argv: str, ranks: int) -> Path:
-    words = (*argv, "--train-steps", "3", "--save-every", "3", "--global-batch", "24", "--checkpoint-dir", str(place))
+    words = (*argv, *SIZES, "--save-every", "3", "--checkpoint-dir", str(place))
     fork_ranks(*words, ranks=ranks).checked()
     return place / "iter_0000003"
 
@@ -106,8 +112,9 @@ def save(fork_ranks: Any, place: Path, *argv: str, ranks: int) -> Path:
     [
         ((("--tp", "2"), 4), (("--pp", "2"), 2), DENSE_GRID),
         (((*MOE, "--ep", "2"), 2), (MOE, 2), MOE_GRID),
+        ((VPP, 4), (("--tp", "2"), 2), VPP_GRID),
     ],
-    ids=["dense", "moe"],
+    ids=["dense", "moe", "vpp"],
 )
 def test_ours_in_plain_megatron_and_theirs_in_ours(
     fork_ranks: Any, tmp_path: Path, first: Layout, plain: Layout, grid: tuple[Layout, ...]
