@@ -8,6 +8,7 @@ save, taken from live tensors.
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -66,6 +67,8 @@ def loads_with(load: Callable[[dict[str, Any]], Any], *, then_save: Path | None 
                 then_save.mkdir(exist_ok=True)
                 state = trainer_state.sharded_state(trainee, world, is_loading=False)
                 dist_checkpointing.save(state, str(then_save), content_metadata=dict(trainer_state._FORMAT))
+                for manager in multiprocessing.active_children():  # a forked rank's end runs no exit handlers
+                    manager.terminate()
             return progress
 
         trainer_state.load_state = restore_and_save

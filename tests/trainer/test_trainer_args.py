@@ -29,6 +29,9 @@ def test_the_command_line_becomes_one_value() -> None:
         ({"tp": 8}, 8, "4 heads do not divide over tp 8"),
         ({"hidden": 97}, 1, "hidden 97"),
         ({"pp": 4}, 4, "2 layers do not divide over pp 4"),
+        ({"pp": 2, "vpp": 2}, 2, "2 layers do not divide over pp 2 x vpp 2"),
+        ({"vpp": 2}, 1, "give --pp"),
+        ({"pp": 2, "vpp": 2, "layers": 4, "micro_batch": 8}, 2, "1 microbatches a replica"),
         ({"ep": 2}, 2, "give --experts"),
         ({"ep": 2, "experts": 3}, 2, "3 experts do not divide over ep 2"),
         ({"ep": 4, "experts": 4}, 2, "ep 4 does not divide tp x dp = 2"),
@@ -44,7 +47,14 @@ def test_an_impossible_layout_is_refused_with_a_reason(change: dict[str, int], r
 
 @pytest.mark.parametrize(
     ("change", "ranks"),
-    [({}, 1), ({}, 4), ({"tp": 2}, 4), ({"pp": 2}, 2), ({"ep": 2, "experts": 4, "tp": 2}, 2)],
+    [
+        ({}, 1),
+        ({}, 4),
+        ({"tp": 2}, 4),
+        ({"pp": 2}, 2),
+        ({"pp": 2, "vpp": 2, "layers": 4}, 2),
+        ({"ep": 2, "experts": 4, "tp": 2}, 2),
+    ],
 )
 def test_a_possible_layout_is_not_refused(change: dict[str, int], ranks: int) -> None:
     assert why_not(replace(SETTINGS, **change), ranks) == ""  # type: ignore[arg-type]
