@@ -214,9 +214,8 @@ def test_the_same_exception_three_times_is_held_not_looped(start):
     run.until("the hold", lambda: any(isinstance(a, Hold) for a in run.actions), 120)
     assert len(run.of(AttemptPlanned)) == 3
     assert run.verdicts[-1].kind is Kind.DATA_OR_OPTIMIZER and "InjectedFault" in run.verdicts[-1].because
-    (row,) = read_rows([run.run_dir.root])
-    assert row.state == "held"
     run.until("the last attempt's end", lambda: run.of(AttemptMoved)[-1].state == "ended", 30)
+    run.until("the hold in the status", lambda: [r.state for r in read_rows([run.run_dir.root])] == ["held"], 20)
     ask(run, "stop")
     assert run.until_ended(60) == "stopped"
     assert len(run.of(AttemptPlanned)) == 3
