@@ -10,7 +10,6 @@ announces once, at its end: a writer that followed it would hold the loop by wha
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -24,12 +23,11 @@ CHUNK_BYTES: Final = 16 << 20
 
 
 class Copier:
-    """Copies into one mapping of staging memory."""
+    """Copies into staging memory."""
 
-    def __init__(self, mapped: mmap.mmap) -> None:
-        self.mapped = mapped
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._view = memoryview(mapped)
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._registered = False
 
     def copy(self, image: Image) -> Iterator[int]:
@@ -41,7 +39,7 @@ class Copier:
     def _put(self, piece: Piece) -> Iterator[int]:
         at = piece.at_bytes
         if not isinstance(piece.data, torch.Tensor):
-            self._view[at : at + len(piece.data)] = piece.data
+            self.memory[at : at + len(piece.data)] = piece.data
             yield at + len(piece.data)
             return
         if piece.data.is_cuda:

@@ -13,7 +13,6 @@ Run as `python -m outlast.checkpoint.engine STAGING_FD ARRIVALS_FD OUTLIVE_S LIN
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 import time
@@ -29,6 +28,7 @@ from outlast.checkpoint.blocks import Need, need_nothing, round_up, write_blocks
 from outlast.checkpoint.commit import Reach, commit, pass_by, write_bytes, write_tracker
 from outlast.checkpoint.errors import CheckpointError
 from outlast.checkpoint.job import Region, Report, Room, SaveJob, name_report
+from outlast.checkpoint.large_pages import SharedMemory
 from outlast.checkpoint.local_tier import LocalTier
 from outlast.checkpoint.manifest import FileEntry
 from outlast.checkpoint.ops import RealOps
@@ -43,7 +43,6 @@ LOOK_SHARE: Final = 0.02
 """Of the time that has been waited: looks are frequent where they matter, and few where many ranks are late."""
 NICE: Final = 10
 """A tenth of a core's time beside a trainer that wants all of it: never so little that a save does not end."""
-POPULATE_READ: Final = 22  # MADV_POPULATE_READ of linux/mman.h, since 5.14
 
 
 def serve(link: Link, staging_fd: int, arrivals_fd: int, *, reach: Reach, outlive_s: float) -> None:
@@ -67,14 +66,13 @@ class _Memory:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._mapped: mmap.mmap | None = None
+        self._memory: SharedMemory | None = None
 
     def view(self, size_bytes: int) -> memoryview:
-        if self._mapped is None or len(self._mapped) < round_up(size_bytes):
-            self._mapped = mmap.mmap(self._fd, os.fstat(self._fd).st_size, prot=mmap.PROT_READ)
-            with suppress(OSError):  # an older kernel: the first write faults them in, slowly
-                self._mapped.madvise(POPULATE_READ)
-        return memoryview(self._mapped)
+        if self._memory is None or self._memory.size_bytes < round_up(size_bytes):
+            self._memory = SharedMemory(self._fd, os.fstat(self._fd).st_size, writable=False)
+            self._memory.fault_in()
+        return self._memory.view
 
 
 class _Arrivals:

@@ -11,10 +11,10 @@ so messages never mix, and the kernel orders them with the memory that they spea
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import struct
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
+from outlast.checkpoint.large_pages import SharedMemory
 from outlast.checkpoint.read_plan import BLOCK_BYTES
 
 SLOTS: Final = 8
@@ -72,21 +73,29 @@ class Offer:
 
 
 class Ring:
-    """Slots of one block each; a page is there from its first use."""
+    """Slots of one block each; their pages are there from their first use."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("outlast-restore")
         os.ftruncate(self.fd, SLOTS * BLOCK_BYTES)
-        self._view: memoryview | None = None
+        self._memory: SharedMemory | None = None
+        self._lock = threading.Lock()
+        self._used: set[int] = set()
 
     def slot(self, number: int) -> memoryview:
-        if self._view is None:
-            self._view = memoryview(mmap.mmap(self.fd, SLOTS * BLOCK_BYTES))
-        return self._view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+        begin, end = number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES
+        with self._lock:
+            if self._memory is None:
+                self._memory = SharedMemory(self.fd, SLOTS * BLOCK_BYTES, writable=True)
+            memory, is_new = self._memory, number not in self._used
+            self._used.add(number)
+        if is_new:
+            memory.fault_in(begin, end)
+        return memory.view[begin:end]
 
     def close(self) -> None:
         """The memory stays for as long as a thread that is stuck in a read has it."""
-        self._view = None
+        self._memory = None
         os.close(self.fd)
 
 
@@ -127,7 +136,7 @@ class Shared:
         self.ring, self.box = Ring(), Mailbox()
         self._boxes: dict[int, int] = {rank: self.box.fd}
         self._ring_fds: dict[int, int] = {}
-        self._views: dict[int, memoryview] = {}
+        self._rings: dict[int, SharedMemory] = {}
 
     def offer(self) -> Offer:
         ring, box = os.fstat(self.ring.fd), os.fstat(self.box.fd)
@@ -165,13 +174,12 @@ class Shared:
         """A slot of a neighbour's ring, or of the own one."""
         if rank == self.rank:
             return self.ring.slot(number)
-        if rank not in self._views:
-            size_bytes = SLOTS * BLOCK_BYTES
-            self._views[rank] = memoryview(mmap.mmap(self._ring_fds[rank], size_bytes, prot=mmap.PROT_READ))
-        return self._views[rank][number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+        if rank not in self._rings:
+            self._rings[rank] = SharedMemory(self._ring_fds[rank], SLOTS * BLOCK_BYTES, writable=False)
+        return self._rings[rank].view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 
     def close(self) -> None:
-        self._views.clear()
+        self._rings.clear()
         for fd in (*self._ring_fds.values(), *(fd for rank, fd in self._boxes.items() if rank != self.rank)):
             os.close(fd)
         self._ring_fds.clear()

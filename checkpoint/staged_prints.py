@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -83,7 +82,7 @@ class StagedPrints:
         self._counting: Counting | None = None
 
     def expect(
-        self, counting: Counting | None, list_staged: Callable[[], list[Staged]], memory: mmap.mmap | None
+        self, counting: Counting | None, list_staged: Callable[[], list[Staged]], memory: memoryview | None
     ) -> None:
         """What will be staged. memory: the staging memory; None: the live tensors are counted now."""
         self.drop()
@@ -131,7 +130,7 @@ class StagedPrints:
         if dist.get_rank() == 0:
             _write(directory, _as_prints(counting.kinds, sums.numpy().view(np.uint64), train_step))
 
-    def _count(self, counting: Counting, list_staged: Callable[[], list[Staged]], memory: mmap.mmap | None) -> None:
+    def _count(self, counting: Counting, list_staged: Callable[[], list[Staged]], memory: memoryview | None) -> None:
         sums = np.zeros((counting.count, 3), np.uint64)
         try:
             for row, place, one in zip(counting.rows, counting.places, list_staged(), strict=True):
@@ -158,7 +157,7 @@ def count_blocks(bits: Bits, place: Place) -> Iterator[Part]:
         at += block.size
 
 
-def _bits_of(one: Staged, memory: mmap.mmap | None) -> Bits:
+def _bits_of(one: Staged, memory: memoryview | None) -> Bits:
     if memory is None:
         return raw_bits(one.tensor.detach().reshape(-1))
     count, width = one.tensor.numel(), one.tensor.element_size()

@@ -8,7 +8,6 @@ brings a node out of memory. No torch here; what is copied where is image.py's.
 
 from __future__ import annotations
 
-import mmap
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from outlast.checkpoint.errors import CheckpointError
+from outlast.checkpoint.large_pages import SharedMemory
+from outlast.checkpoint.ops import PAGE_BYTES
 
 MARGIN_BYTES: Final = 256 << 20
 """What a save leaves to everybody else on the node."""
-POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of linux/mman.h, since 5.14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Staging:
         """limit_bytes: the budget of this rank; None: whatever the machine has. ranks_here: who else will grow now."""
         self.fd = os.memfd_create("outlast-staging")
         self._limit_bytes, self._ranks_here = limit_bytes, ranks_here
-        self._map: mmap.mmap | None = None
+        self._memory: SharedMemory | None = None
         self.size_bytes = 0
 
     def why_not(self, size_bytes: int) -> str:
@@ -76,19 +76,18 @@ class Staging:
             return f"needs {more_bytes:,} bytes more of staging memory on this node, {left:,} are available"
         return ""
 
-    def grow(self, size_bytes: int) -> mmap.mmap:
-        """The mapping, at least that large and with its pages there. OSError where the kernel refuses."""
-        if self._map is None or size_bytes > self.size_bytes:
-            size_bytes = max(size_bytes, mmap.PAGESIZE)
+    def grow(self, size_bytes: int) -> memoryview:
+        """The memory, at least that large and with its pages there. OSError where the kernel refuses."""
+        if self._memory is None or size_bytes > self.size_bytes:
+            size_bytes = max(size_bytes, PAGE_BYTES)
             os.ftruncate(self.fd, size_bytes)
-            self._map = mmap.mmap(self.fd, size_bytes)
-            with suppress(OSError):  # an older kernel: the first copy faults them in, slowly
-                self._map.madvise(POPULATE_WRITE)
+            self._memory = SharedMemory(self.fd, size_bytes, writable=True)
+            self._memory.fault_in()
             self.size_bytes = size_bytes
-        return self._map
+        return self._memory.view
 
     def close(self) -> None:
-        self._map = None
+        self._memory = None
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1

@@ -310,7 +310,7 @@ class Saver:
             spread=flight.spread,
         )
         copier = self._stager.make_room(image.size_bytes)
-        self._prints.expect(draft.counting, draft.list_staged, None if draft.short else copier.mapped)
+        self._prints.expect(draft.counting, draft.list_staged, None if draft.short else copier.memory)
         flight.copying = Copying(copier, image, self._writer.announce, self._reach)
         self._writer.hand(job)
         if flight.overlaps:
