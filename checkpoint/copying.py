@@ -5,13 +5,15 @@
                                    ^  passed: told when all is there and before the last announcement
 
 A save whose last bytes were never announced is never committed, whoever dies. A copy that the train loop waits for
-announces once, at its end: a writer that followed it would hold the loop by what it takes of the cores.
+announces once, at its end: a writer that followed it would hold the loop by what it takes of the cores. It may run
+ahead of the ranks' agreement, since a copy that nobody was told of can be made again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -72,7 +74,10 @@ class Copying:
     def __init__(
         self, copier: Copier, image: Image, announce: Callable[[int], None], passed: Callable[[str], None]
     ) -> None:
-        self._copier, self._image, self._announce, self._passed = copier, image, announce, passed
+        self.image = image
+        self._copier, self._announce, self._passed = copier, announce, passed
+        self._told = 0
+        self._is_whole = False
         self._thread: threading.Thread | None = None
         self._stop = False
         self.error = ""
@@ -84,21 +89,30 @@ class Copying:
         self._thread.start()
 
     def run(self) -> None:
-        """To its end; never raises."""
-        told = 0
+        """To its end, told to the writer; never raises."""
         try:
-            for done in self._copier.copy(self._image):
-                if self._stop:
-                    self.error = "was given up"
-                    return
-                if self._thread is not None and done - told >= CHUNK_BYTES:
-                    self._announce(done - told)
-                    told = done
-            self._passed("save.copied")
-            self._announce(self._image.size_bytes - told)
+            if not self._is_whole:
+                self._copy()
+            self._announce(self.image.size_bytes - self._told)
             self._passed("save.handed_over")
         except Exception as e:  # noqa: BLE001 -- told where it is waited for
-            self.error = f"{type(e).__name__}: {e}"
+            self.error = self.error or f"{type(e).__name__}: {e}"
+
+    def run_ahead(self) -> None:
+        """As far as nobody need be told of it; never raises. run() does the rest, and what went wrong again."""
+        with suppress(Exception):
+            self._copy()
+
+    def _copy(self) -> None:
+        for done in self._copier.copy(self.image):
+            if self._stop:
+                self.error = "was given up"
+                raise InterruptedError(self.error)
+            if self._thread is not None and done - self._told >= CHUNK_BYTES:
+                self._announce(done - self._told)
+                self._told = done
+        self._is_whole = True
+        self._passed("save.copied")
 
     def wait(self) -> None:
         """Until the live state is not needed any more."""

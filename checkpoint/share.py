@@ -51,11 +51,24 @@ class Share:
     """common.pt; rank 0 alone has it, and only where the format has one."""
 
 
+class Asked:
+    """A question to all ranks, on its way: how many of them say yes to each. Collective, and so is nothing after it."""
+
+    def __init__(self, group: dist.ProcessGroup, *flags: bool) -> None:
+        self._counts = torch.tensor(flags, dtype=torch.int64)
+        work = dist.all_reduce(self._counts, group=group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        self._work = work
+
+    def answer(self) -> tuple[int, ...]:
+        """Waits for it. RuntimeError where a rank is gone."""
+        self._work.wait()
+        return tuple(self._counts.tolist())
+
+
 def add_up(group: dist.ProcessGroup, *flags: bool) -> tuple[int, ...]:
     """How many ranks say yes to each."""
-    counts = torch.tensor(flags, dtype=torch.int64)
-    dist.all_reduce(counts, group=group)
-    return tuple(counts.tolist())
+    return Asked(group, *flags).answer()
 
 
 def pickle_index(index: Metadata, results: list[WriteResult]) -> bytes:

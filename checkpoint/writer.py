@@ -9,7 +9,8 @@ else is done by a writer process for each rank (engine.py) that was started befo
 survives it: it writes while the copy goes on, and once all ranks have copied, the save becomes durable whoever of them
 dies. Files are what Megatron's `torch_dist` or PyTorch's DCP writes, as the state is, and load without us.
 
-Ranks agree about a save by small sums (gloo), so that all of them see it durable, failed or late in the same poll().
+Ranks agree about a save by small sums (gloo), so that all of them see it durable, failed or late in the same poll():
+the one after that in which the last of them was ready, since an answer is taken where it is surely there.
 A rank that dies takes its connections along, and the others' next agreement raises: that is the attempt's end, not
 this module's to mend.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +39,7 @@ from outlast.checkpoint.job import Room, SaveJob, Spread
 from outlast.checkpoint.manifest import SCHEMA, DataFrontier, FileEntry, Identity, Manifest
 from outlast.checkpoint.ops import RealOps
 from outlast.checkpoint.points import read_kill_point
-from outlast.checkpoint.share import add_up
+from outlast.checkpoint.share import Asked
 from outlast.checkpoint.spreading import clear_place, store_of
 from outlast.checkpoint.staged_prints import StagedPrints
 from outlast.checkpoint.stager import Stager, WriterProcess
@@ -60,6 +62,10 @@ class _Flight:
     deadline_s: float
     hold_s: float = 0.0
     error: str = ""
+    asked: Asked | None = None
+    """What the last poll has asked all ranks; the next one has the answer."""
+    asked_words: str = ""
+    """What this rank had to say of it."""
     copying: Copying | None = None
     is_open: bool = False
     """Until the caller has been told that the state may change: on all ranks alike, whatever has failed on one."""
@@ -188,9 +194,8 @@ class Saver:
 
         Without it the first save does so, and holds the loop meanwhile.
         """
-        draft = self._drafter.draft(state, self._root, None)
+        draft = self._drafter.agree(self._drafter.begin(state, None), self._root)
         if not draft.short:
-            self._stager.add_index(draft.image)
             self._stager.make_room(draft.image.size_bytes)
             self._writer.make_room(Room(image_bytes=draft.image.size_bytes))
         return draft.image.size_bytes
@@ -216,9 +221,10 @@ class Saver:
         return self._writer.pid
 
     def poll(self) -> int | None:
-        """The train_step that has just become durable, else None. Call it once a train_step on all ranks.
+        """The train_step that became durable by the last poll, else None. Call it once a train_step on all ranks.
 
-        Costs nothing while no save is in flight, one small all-reduce while one is. Never blocks on a writer.
+        Costs nothing while no save is in flight. While one is, each poll starts a small all-reduce which the next one
+        takes the answer of: nobody waits for another rank, or for a writer.
         """
         return self._advance(give_up=False)
 
@@ -252,8 +258,13 @@ class Saver:
         """Up to the copy, which goes on beside the caller with overlap. False where there is no save."""
         self._writer.start()  # it is there, unless the last one was ended
         refused = self._make_room(flight) if self._rank == 0 else ""
+        guess = self._drafter.begin(state, content_metadata, refused)
+        if guess.may_be_copied and not overlap:
+            with suppress(OSError):  # no memory: found again, and told, where it is needed
+                flight.copying = self._new_copying(guess.image)
+                flight.copying.run_ahead()
         try:
-            draft = self._drafter.draft(state, flight.directory, content_metadata, refused)
+            draft = self._drafter.agree(guess, flight.directory)
         except CheckpointError as e:
             self._fail(flight, str(e))
             return False
@@ -287,11 +298,12 @@ class Saver:
 
     def _hand_over(self, flight: _Flight, draft: Draft) -> None:
         """The writer process begins, and so does the copy that it follows."""
-        image, written = draft.image, dict[str, FileEntry]()
+        image, index, written = draft.image, draft.index, dict[str, FileEntry]()
         if draft.short:
             place = clear_place(flight.directory, flight.spread, [region.name for region in image.regions])
             image, written = Image(), write_now(RealOps(), place, image)
-        shards = tuple(image.regions)
+            index = self._stager.add_index(image)
+        shards = tuple(image.regions[: len(image.regions) - len(index)])
         job = SaveJob(
             save_id=f"{self._session}-{self.counts.begun}",
             rank=self._rank,
@@ -300,7 +312,7 @@ class Saver:
             directory=str(flight.directory),
             shards=shards,
             written=written,
-            index=self._stager.add_index(image),
+            index=index,
             image_bytes=image.size_bytes,
             manifest=flight.manifest if self._rank == 0 else None,
             began_s=flight.began_s,
@@ -309,9 +321,10 @@ class Saver:
             keep=self._keep,
             spread=flight.spread,
         )
-        copier = self._stager.make_room(image.size_bytes)
-        self._prints.expect(draft.counting, draft.list_staged, None if draft.short else copier.memory)
-        flight.copying = Copying(copier, image, self._writer.announce, self._reach)
+        memory = self._stager.make_room(image.size_bytes).memory
+        self._prints.expect(draft.counting, draft.list_staged, None if draft.short else memory)
+        if flight.copying is None or flight.copying.image is not image:  # or it was copied ahead of the agreement
+            flight.copying = self._new_copying(image)
         self._writer.hand(job)
         if flight.overlaps:
             flight.copying.start()
@@ -319,6 +332,9 @@ class Saver:
             flight.copying.run()
         if not flight.is_open:
             self._end_copy(flight)
+
+    def _new_copying(self, image: Image) -> Copying:
+        return Copying(self._stager.make_room(image.size_bytes), image, self._writer.announce, self._reach)
 
     def _end_copy(self, flight: _Flight) -> None:
         """The live state is not needed any more. What has failed, all ranks learn in poll()."""
@@ -334,15 +350,18 @@ class Saver:
         flight = self._flight
         if flight is None or flight.is_open:
             return None  # a copy under way: on all ranks alike
-        ready, words = self._look(flight, give_up=give_up)
-        try:
-            all_ready, failed = add_up(self._group, ready, bool(words))
-        except RuntimeError as e:
-            raise CheckpointError(f"rank {self._rank}: the ranks could not agree about a save: {e}") from e
-        if failed:
-            self._give_up(flight, words)
-        elif all_ready == self._world_size:
-            return self._end(flight)
+        if flight.asked is not None:
+            try:
+                all_ready, failed = flight.asked.answer()
+            except RuntimeError as e:
+                raise CheckpointError(f"rank {self._rank}: the ranks could not agree about a save: {e}") from e
+            if failed:
+                self._give_up(flight, flight.asked_words)
+                return None
+            if all_ready == self._world_size:
+                return self._end(flight)
+        ready, flight.asked_words = self._look(flight, give_up=give_up)
+        flight.asked = Asked(self._group, ready, bool(flight.asked_words))
         return None
 
     def _look(self, flight: _Flight, *, give_up: bool) -> tuple[bool, str]:
