@@ -1,6 +1,6 @@
 """Write one large file from memory: aligned blocks past the page cache, several in flight, hashed beside.
 
-    image   |block|block|block|..|   main thread: wait until it is there, give it to the threads; then hash all
+    image   |block|block|block|..|   main thread: wait until it is there, give it to the threads, hash it
                 |     |     |        two threads: pwrite each, in any order
     file    |block|block|block|..|   then cut to its size, fsync
 
@@ -73,8 +73,6 @@ def _write_all(sink: BlockSink, image: memoryview, size_bytes: int, reach: Reach
             if n == len(starts) // 2:
                 reach("write.half")
             pending.append(pool.submit(sink.write_at, image[start : start + BLOCK_BYTES], start))
-        for start in starts:  # after them: what is hashed is there, and the disk was idle until it was asked
-            end = min(start + BLOCK_BYTES, size_bytes)
             for at in range(start, end, HASH_BYTES):
                 digest.update(image[at : min(at + HASH_BYTES, size_bytes)])
         for one in pending:

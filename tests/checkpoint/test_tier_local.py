@@ -275,7 +275,7 @@ def test_the_newest_over_all_tiers_is_chosen_and_of_one_step_the_nearest(site: S
     site.save(20)
     site.save(30)
     site.start(*NODES)
-    until(lambda: site.copied(30))
+    until(lambda: site.copied(20) and site.copied(30))
     assert chosen(store_of(site)) == "local/iter_0000030"
     assert chosen(store_of(site), 30) == "local/iter_0000020"
     # what is newer than the choice belongs to a past that the run has left
