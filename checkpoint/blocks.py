@@ -1,7 +1,7 @@
 """Write one large file from memory: aligned blocks past the page cache, several in flight, hashed beside.
 
     image   |block|block|block|..|   main thread: wait until it is there, give it to the threads, hash it
-                |     |     |        two threads: pwrite each, in any order
+                |     |     |        threads: pwrite each, in any order
     file    |block|block|block|..|   then cut to its size, fsync
 
 The image may still be being filled: a block is written as soon as it is there. The page cache would copy every byte
@@ -23,7 +23,8 @@ from outlast.checkpoint.manifest import FileEntry
 from outlast.checkpoint.ops import PAGE_BYTES, BlockSink, Ops
 
 BLOCK_BYTES: Final = 16 << 20
-IN_FLIGHT: Final = 2
+IN_FLIGHT: Final = 8
+"""Threads, which wait for the disk: it stays busy while the train loop has all cores."""
 HASH_BYTES: Final = 1 << 20
 Need = Callable[[int], None]
 """need(end_bytes) returns when the image is there up to end_bytes."""

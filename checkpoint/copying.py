@@ -13,15 +13,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
-from outlast.checkpoint.image import Image, Piece
+from outlast.checkpoint.image import Image
 
 CHUNK_BYTES: Final = 16 << 20
 """A larger tensor is copied in parts, and as much is announced at once."""
+
+
+THREADS: Final = 2
+"""Of a copy that the train loop waits for."""
+
+
+class _Part(NamedTuple):
+    """What is copied in one go, and to where."""
+
+    at: int
+    end: int
+    data: torch.Tensor | bytes | memoryview
 
 
 class Copier:
@@ -31,32 +44,62 @@ class Copier:
         self.memory = memory
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._registered = False
+        self._lock = threading.Lock()
 
     def copy(self, image: Image) -> Iterator[int]:
         """Goes on as it is iterated over; yields up to where it is."""
-        for pieces in image.pieces:
-            for piece in pieces:
-                yield from self._put(piece)
+        for part in _list_parts(image):
+            self._put(part)
+            yield part.end
 
-    def _put(self, piece: Piece) -> Iterator[int]:
-        at = piece.at_bytes
-        if not isinstance(piece.data, torch.Tensor):
-            self.memory[at : at + len(piece.data)] = piece.data
-            yield at + len(piece.data)
+    def copy_all(self, image: Image) -> None:
+        """At once, in several threads: they are finer than ranks for a kernel that has more ranks than cores."""
+        parts = _list_parts(image)
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    part = next(parts, None)
+                if part is None:
+                    return
+                self._put(part)
+
+        with ThreadPoolExecutor(THREADS - 1, thread_name_prefix="stage") as pool:
+            helpers = [pool.submit(work) for _ in range(THREADS - 1)]
+            work()
+            for helper in helpers:
+                helper.result()
+
+    def _put(self, part: _Part) -> None:
+        data = part.data
+        if not isinstance(data, torch.Tensor):
+            self.memory[part.at : part.end] = data
             return
-        if piece.data.is_cuda:
+        if data.is_cuda:
             self._register()
-        for part in _cut(piece.data):
-            end = at + part.numel() * part.element_size()
-            self._bytes[at:end].view(part.dtype).view(part.shape).copy_(part)
-            at = end
-            yield at
+        self._bytes[part.at : part.end].view(data.dtype).view(data.shape).copy_(data)
 
     def _register(self) -> None:
         """Pin the memory, so that a GPU writes into it at full speed. Never tried but on the first CUDA tensor."""
-        if not self._registered:
-            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.numel(), 0)  # type: ignore[no-untyped-call]
-            self._registered = True
+        with self._lock:
+            if not self._registered:
+                at, size_bytes = self._bytes.data_ptr(), self._bytes.numel()
+                torch.cuda.cudart().cudaHostRegister(at, size_bytes, 0)  # type: ignore[no-untyped-call]
+                self._registered = True
+
+
+def _list_parts(image: Image) -> Iterator[_Part]:
+    for pieces in image.pieces:
+        for piece in pieces:
+            at = piece.at_bytes
+            if not isinstance(piece.data, torch.Tensor):
+                yield _Part(at, at + len(piece.data), piece.data)
+                continue
+            for part in _cut(piece.data):
+                end = at + part.numel() * part.element_size()
+                yield _Part(at, end, part)
+                at = end
 
 
 def _cut(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -104,15 +147,21 @@ class Copying:
             self._copy()
 
     def _copy(self) -> None:
+        if self._thread is None:
+            self._copier.copy_all(self.image)
+        else:
+            self._copy_along()
+        self._is_whole = True
+        self._passed("save.copied")
+
+    def _copy_along(self) -> None:
         for done in self._copier.copy(self.image):
             if self._stop:
                 self.error = "was given up"
                 raise InterruptedError(self.error)
-            if self._thread is not None and done - self._told >= CHUNK_BYTES:
+            if done - self._told >= CHUNK_BYTES:
                 self._announce(done - self._told)
                 self._told = done
-        self._is_whole = True
-        self._passed("save.copied")
 
     def wait(self) -> None:
         """Until the live state is not needed any more."""

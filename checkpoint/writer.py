@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +32,7 @@ from outlast.checkpoint.commit import Reach
 from outlast.checkpoint.copying import Copying
 from outlast.checkpoint.drafting import Draft, Drafter
 from outlast.checkpoint.errors import CheckpointError, SaveFailed, StoreError
+from outlast.checkpoint.flight import Flight
 from outlast.checkpoint.group import agree_on_session, make_group, require_all
 from outlast.checkpoint.image import Image, write_now
 from outlast.checkpoint.job import Room, SaveJob, Spread
@@ -49,29 +49,6 @@ from outlast.reliability.model import Layout
 log = logging.getLogger(__name__)
 
 PAUSE_S: Final = 0.005
-
-
-@dataclass
-class _Flight:
-    """The save in flight, as this rank sees it."""
-
-    train_step: int
-    directory: Path
-    began_s: float
-    """Monotonic, as all times here."""
-    deadline_s: float
-    hold_s: float = 0.0
-    error: str = ""
-    asked: Asked | None = None
-    """What the last poll has asked all ranks; the next one has the answer."""
-    asked_words: str = ""
-    """What this rank had to say of it."""
-    copying: Copying | None = None
-    is_open: bool = False
-    """Until the caller has been told that the state may change: on all ranks alike, whatever has failed on one."""
-    overlaps: bool = False
-    manifest: Manifest | None = None
-    spread: Spread | None = None
 
 
 class Saver:
@@ -119,7 +96,7 @@ class Saver:
         self._session = agree_on_session(self._group)
         self._drafter = Drafter(self._group, self._stager)
         self._prints = StagedPrints(self._group, wanted=fingerprints)
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._last_failure = ""
         self.counts = Counts()
 
@@ -154,7 +131,7 @@ class Saver:
             return time.monotonic() - began_s
         self.finish()
         self._reach("save.begin")
-        flight = _Flight(
+        flight = Flight(
             train_step=train_step,
             directory=store_of(self._root, spread).path(train_step),
             began_s=began_s,
@@ -253,7 +230,7 @@ class Saver:
     # ------------------------------------------------------------------ one save, step by step
 
     def _begin(
-        self, flight: _Flight, state: dict[str, Any], content_metadata: dict[str, Any] | None, overlap: bool
+        self, flight: Flight, state: dict[str, Any], content_metadata: dict[str, Any] | None, overlap: bool
     ) -> bool:
         """Up to the copy, which goes on beside the caller with overlap. False where there is no save."""
         self._writer.start()  # it is there, unless the last one was ended
@@ -284,7 +261,7 @@ class Saver:
             flight.error = f"{type(e).__name__}: {e}"  # all ranks learn it in poll()
         return True
 
-    def _make_room(self, flight: _Flight) -> str:
+    def _make_room(self, flight: Flight) -> str:
         """Rank 0 makes an empty directory of that name; '' or why it could not."""
         try:
             flight.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -296,7 +273,7 @@ class Saver:
             log.warning("%s was there already; moved to %s", flight.directory, moved)
         return ""
 
-    def _hand_over(self, flight: _Flight, draft: Draft) -> None:
+    def _hand_over(self, flight: Flight, draft: Draft) -> None:
         """The writer process begins, and so does the copy that it follows."""
         image, index, written = draft.image, draft.index, dict[str, FileEntry]()
         if draft.short:
@@ -336,7 +313,7 @@ class Saver:
     def _new_copying(self, image: Image) -> Copying:
         return Copying(self._stager.make_room(image.size_bytes), image, self._writer.announce, self._reach)
 
-    def _end_copy(self, flight: _Flight) -> None:
+    def _end_copy(self, flight: Flight) -> None:
         """The live state is not needed any more. What has failed, all ranks learn in poll()."""
         flight.is_open = False
         copying, flight.copying = flight.copying, None
@@ -364,7 +341,7 @@ class Saver:
         flight.asked = Asked(self._group, ready, bool(flight.asked_words))
         return None
 
-    def _look(self, flight: _Flight, *, give_up: bool) -> tuple[bool, str]:
+    def _look(self, flight: Flight, *, give_up: bool) -> tuple[bool, str]:
         """Whether this rank's part of the save is done, and why it never will be ('' otherwise)."""
         if flight.error:
             return False, flight.error
@@ -381,7 +358,7 @@ class Saver:
             return False, f"{what} was not done {waited_s:.1f} s after the save began (writer process stuck?)"
         return False, ""
 
-    def _end(self, flight: _Flight) -> int:
+    def _end(self, flight: Flight) -> int:
         durable_s = time.monotonic() - flight.began_s
         if self._rank == 0:
             durable_s = float(self._writer.result())  # the writer's own clock: not when we happened to look
@@ -393,7 +370,7 @@ class Saver:
             self._on_durable(flight.train_step, flight.hold_s, durable_s)
         return flight.train_step
 
-    def _give_up(self, flight: _Flight, words: str) -> None:
+    def _give_up(self, flight: Flight, words: str) -> None:
         said: list[str] = [""] * self._world_size
         self._writer.end()  # first: nothing is committed any more that was said to have failed
         dist.all_gather_object(said, words, group=self._group)
@@ -402,7 +379,7 @@ class Saver:
         self._writer.start()
         self._fail(flight, "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text))
 
-    def _fail(self, flight: _Flight, why: str) -> None:
+    def _fail(self, flight: Flight, why: str) -> None:
         what = (
             f"checkpoint {flight.directory.name} was not saved: {why}. It stays uncommitted; older ones are untouched"
         )

@@ -4,10 +4,11 @@
     2 ranks   load what 4 saved; save
     6 ranks   load what 2 saved                                                          -> reshard load
 
-The limits are measured by the same processes at once. The figure is the median over the rounds; each method has its
-turn in each round, so that all see the same machine. Lost time is the hold and the excess of every train_step over
-the baseline until the save is durable. Memory has ranks of its own for each method (checkpoint_memory.py): looking at
-it would disturb the clocks. BENCH_CHECKPOINT_MB sets the size of the state over all ranks (default 2048).
+The limits are measured by the same processes at once, the copy beside each method. The figure is the median over the
+rounds; each method has its turn in each round, so that all see the same machine. Lost time is the hold and the excess
+of every train_step over the baseline until the save is durable. Memory has ranks of its own for each method
+(checkpoint_memory.py): looking at it would disturb the clocks. BENCH_CHECKPOINT_MB sets the size of the state over all
+ranks (default 2048).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.bench.rows import Row, beside, write
 
 ROUNDS = 5
 RANKS, FEWER, MORE = 4, 2, 6
-OURS, OVERLAPPED = "outlast", "outlast, overlapped"
+OURS, OVERLAPPED, PRINTED = "outlast", "outlast, overlapped", "outlast, DCP with fingerprints"
 COPY, RAW = "limit: memory copy", "limit: O_DIRECT write and read"
 PEERS = (
     "torch.save",
@@ -71,7 +72,7 @@ def measure(out: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
         extra = _install_torchsnapshot(out / "torchsnapshot")
         say(f"checkpoint: {state_bytes >> 20} MiB over {RANKS} ranks, {rounds} rounds")
         bench = _Bench(place, state_bytes, extra, say)
-        everybody = (*PEERS, OURS, OVERLAPPED)
+        everybody = (*PEERS, OURS, OVERLAPPED, PRINTED)
         samples = bench.run("save", RANKS, rounds, everybody)
         reshard = {f"{RANKS} -> {FEWER}": bench.run("load", FEWER, rounds, RESHARD)}
         bench.run("save", FEWER, 1, RESHARD)
@@ -223,6 +224,7 @@ def judge(detail: Detail) -> list[Row]:
         ("lost training time", "s", lost, "memory copy", copy_s, 1.1),
         ("lost training time, overlapped staging", "s", thin, "memory copy", copy_s, 0.5),
         ("time to durable", "s", durable, "O_DIRECT write", raw_s, 1.25),
+        ("time to durable fingerprints", "s", _median(samples, PRINTED, "durable_s"), "O_DIRECT write", raw_s, 3.0),
     ]
     for way, made in detail.reshard.items():
         limits.append((f"reshard load {way}", "s", _median(made, OURS, "load_s"), "O_DIRECT read", read_s, 1.25))

@@ -246,7 +246,10 @@ class Ours(Method):
 
     def open(self, state: State) -> None:
         self.saver = Saver(self.place, on_durable=self._note)
-        self.saver.prepare(as_sharded(state))
+        self.saver.prepare(self.shape(state))
+
+    def shape(self, state: State) -> dict[str, Any]:
+        return as_sharded(state)
 
     def _note(self, train_step: int, hold_s: float, durable_s: float) -> None:
         # rank 0's writer has the time of the commit; the others only saw it in a poll
@@ -256,7 +259,7 @@ class Ours(Method):
         assert self.saver is not None
         self.began_s = time.monotonic()
         self.saver.save(
-            as_sharded(state),
+            self.shape(state),
             train_step=self.train_step,
             samples=1,
             layout=Layout(dp=dist.get_world_size()),
@@ -289,6 +292,21 @@ class OursOverlapped(Ours):
     overlap = True
 
 
+class OursWithFingerprints(Ours):
+    """A DCP state: durable is when its fingerprints are."""
+
+    name = "outlast, DCP with fingerprints"
+
+    def shape(self, state: State) -> dict[str, Any]:
+        return as_dtensors(state)
+
+    def _note(self, train_step: int, hold_s: float, durable_s: float) -> None:
+        self.now_durable()
+
+    def load(self, state: State) -> None:
+        reader.load_dcp(as_dtensors(state), self.place / f"iter_{self.train_step:07d}")
+
+
 METHODS: tuple[type[Method], ...] = (
     TorchSave,
     DcpSave,
@@ -300,4 +318,5 @@ METHODS: tuple[type[Method], ...] = (
     SnapshotAsync,
     Ours,
     OursOverlapped,
+    OursWithFingerprints,
 )
