@@ -18,6 +18,7 @@ this module's to mend.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -49,6 +50,8 @@ from outlast.reliability.model import Layout
 log = logging.getLogger(__name__)
 
 PAUSE_S: Final = 0.005
+TOGETHER_S: Final = 1.0
+"""Where one rank has waited too long, a rank whose own wait would soon be over has something to say of it too."""
 
 
 class Saver:
@@ -203,7 +206,7 @@ class Saver:
         Costs nothing while no save is in flight. While one is, each poll starts a small all-reduce which the next one
         takes the answer of: nobody waits for another rank, or for a writer.
         """
-        return self._advance(give_up=False)
+        return self._advance()
 
     def finish(self, timeout_s: float | None = None) -> int | None:
         """Wait for the save in flight: its train_step, or None where none was, or where it failed and was skipped.
@@ -211,9 +214,9 @@ class Saver:
         A save that is not durable within timeout_s (None: the Saver's own) has failed.
         """
         self.finish_copy()
-        give_up_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        give_up_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self._flight is not None:
-            if (durable := self._advance(give_up=time.monotonic() > give_up_s)) is not None:
+            if (durable := self._advance(give_up_s)) is not None:
                 return durable
             time.sleep(PAUSE_S)
         return None
@@ -323,7 +326,7 @@ class Saver:
             self._prints.begin()
         flight.deadline_s = time.monotonic() + self._timeout_s
 
-    def _advance(self, *, give_up: bool) -> int | None:
+    def _advance(self, give_up_s: float = math.inf) -> int | None:
         flight = self._flight
         if flight is None or flight.is_open:
             return None  # a copy under way: on all ranks alike
@@ -333,15 +336,16 @@ class Saver:
             except RuntimeError as e:
                 raise CheckpointError(f"rank {self._rank}: the ranks could not agree about a save: {e}") from e
             if failed:
-                self._give_up(flight, flight.asked_words)
+                give_up_s = min(give_up_s, flight.deadline_s) - TOGETHER_S
+                self._give_up(flight, flight.asked_words or self._look(flight, give_up_s)[1])
                 return None
             if all_ready == self._world_size:
                 return self._end(flight)
-        ready, flight.asked_words = self._look(flight, give_up=give_up)
+        ready, flight.asked_words = self._look(flight, min(give_up_s, flight.deadline_s))
         flight.asked = Asked(self._group, ready, bool(flight.asked_words))
         return None
 
-    def _look(self, flight: Flight, *, give_up: bool) -> tuple[bool, str]:
+    def _look(self, flight: Flight, give_up_s: float) -> tuple[bool, str]:
         """Whether this rank's part of the save is done, and why it never will be ('' otherwise)."""
         if flight.error:
             return False, flight.error
@@ -352,7 +356,7 @@ class Saver:
             return self._prints.is_done(), ""
         if stage is Stage.HALFWAY and (ended := self._writer.how_it_ended()):
             return False, f"the writer process {ended}"
-        if give_up or time.monotonic() > flight.deadline_s:
+        if time.monotonic() > give_up_s:
             what = "waiting for the other ranks, or the commit," if stage is Stage.HALFWAY else "writing"
             waited_s = time.monotonic() - flight.began_s
             return False, f"{what} was not done {waited_s:.1f} s after the save began (writer process stuck?)"
