@@ -194,6 +194,40 @@ def test_one_process_serves_all_saves_and_layouts_may_change(run_ranks: Any, tmp
         assert got == [(step + rank, -step, step) for step in map(float, range(1, 7))]
 
 
+def test_a_copy_ahead_of_an_agreement_that_does_not_come_is_made_again(
+    run_ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's state looks as it did, and is copied before rank 1 says that its own does not."""
+    root = tmp_path / "ckpt"
+    copies: list[int] = []
+    whole = Copier.copy_all
+    monkeypatch.setattr(Copier, "copy_all", lambda self, image: (copies.append(1), whole(self, image)))
+
+    def body(rank: int) -> Any:
+        saver = Saver(root)
+        counts, got = [], []
+        for step in range(1, 5):
+            state = make_state(rank, 2, float(step))
+            if rank == 1 and step >= 3:
+                state["rng"].data["longer"] = "x" * 100_000  # its own places move
+            if rank == 1 and step == 4:
+                state["more"] = ShardedTensor.from_rank_offsets("more", torch.ones(8))  # a plan of its own
+            before = len(copies)
+            saver.save(state, **save_args(step, 2))
+            state["own"].data.fill_(-100.0)
+            assert saver.finish() == step
+            counts.append(len(copies) - before)
+            got.append(load_own(rank, 2, root / f"iter_{step:07d}", 1000))
+        saver.close()
+        return counts, got
+
+    values = run_ranks(2, body).values
+    assert values[0][0] == [1, 1, 2, 2] and values[1][0] == [1, 1, 1, 1]
+    for rank, (_, got) in values.items():
+        assert got == [(step + rank, -step, step) for step in map(float, range(1, 5))]
+    assert all(verify(root / f"iter_{step:07d}").train_step == step for step in range(1, 5))
+
+
 def test_a_failed_save_has_a_new_process_for_the_next(run_ranks: Any, tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
 
