@@ -23,8 +23,6 @@ from outlast.checkpoint.image import Image
 
 CHUNK_BYTES: Final = 16 << 20
 """A larger tensor is copied in parts, and as much is announced at once."""
-
-
 THREADS: Final = 2
 """Of a copy that the train loop waits for."""
 
@@ -32,8 +30,8 @@ THREADS: Final = 2
 class _Part(NamedTuple):
     """What is copied in one go, and to where."""
 
-    at: int
-    end: int
+    at_bytes: int
+    end_bytes: int
     data: torch.Tensor | bytes | memoryview
 
 
@@ -50,7 +48,7 @@ class Copier:
         """Goes on as it is iterated over; yields up to where it is."""
         for part in _list_parts(image):
             self._put(part)
-            yield part.end
+            yield part.end_bytes
 
     def copy_all(self, image: Image) -> None:
         """At once, in several threads: they are finer than ranks for a kernel that has more ranks than cores."""
@@ -74,11 +72,11 @@ class Copier:
     def _put(self, part: _Part) -> None:
         data = part.data
         if not isinstance(data, torch.Tensor):
-            self.memory[part.at : part.end] = data
+            self.memory[part.at_bytes : part.end_bytes] = data
             return
         if data.is_cuda:
             self._register()
-        self._bytes[part.at : part.end].view(data.dtype).view(data.shape).copy_(data)
+        self._bytes[part.at_bytes : part.end_bytes].view(data.dtype).view(data.shape).copy_(data)
 
     def _register(self) -> None:
         """Pin the memory, so that a GPU writes into it at full speed. Never tried but on the first CUDA tensor."""

@@ -1,4 +1,4 @@
-"""What one save is to write, laid out on every rank and agreed on by all of them, before anything is copied.
+"""What one save is to write, laid out on every rank and agreed on by all of them, before a writer hears of it.
 
     state -- looks as the last one? -- begin: ask all -- agree --+-- everywhere yes: the last plan, the last places
                                     (copy meanwhile)            +-- anywhere no: plan together, exchange places

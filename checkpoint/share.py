@@ -52,7 +52,7 @@ class Share:
 
 
 class Asked:
-    """A question to all ranks, on its way: how many of them say yes to each. Collective, and so is nothing after it."""
+    """How many ranks say yes to each: asked, and on its way. Making one is collective; only answer() waits."""
 
     def __init__(self, group: dist.ProcessGroup, *flags: bool) -> None:
         self._counts = torch.tensor(flags, dtype=torch.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -63,6 +64,35 @@ def test_the_mapping_lasts_as_long_as_a_view_of_it_and_no_longer(file: int) -> N
     del view
     gc.collect()
     assert not mapped()
+
+
+def gives_large_pages() -> bool:
+    """Linux 6.1 and later do on request, where shmem is not forbidden to."""
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    return version >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
+def count_large_bytes(name: str) -> int:
+    """Of all mappings here of the memory file of that name."""
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            mine = f"/memfd:{name} " in line
+        elif mine and line.startswith("ShmemPmdMapped:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def test_pages_are_large_where_the_kernel_gives_them() -> None:
+    fd = os.memfd_create("test-large")
+    os.ftruncate(fd, 4 * LARGE_BYTES)
+    ours, theirs = (SharedMemory(fd, 4 * LARGE_BYTES, writable=writable) for writable in (True, False))
+    ours.fault_in()
+    theirs.fault_in()
+    assert ours.view[0] == theirs.view[-1] == 0
+    assert count_large_bytes("test-large") == (2 * 4 * LARGE_BYTES if gives_large_pages() else 0)
+    os.close(fd)
 
 
 def test_a_kernel_without_large_pages_gives_ordinary_ones(file: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_a_stopped_writer_is_given_up_in_bounded_time(run_ranks: Any, tmp_path: 
         saver.save(make_state(rank, 2, 10.0), **save_args(10, 2))
         began_s = time.monotonic()
         with pytest.raises(SaveFailed) as e:
-            saver.finish(timeout_s=0.3)
+            saver.finish(timeout_s=0.3 if rank == 0 else 0.8)  # who has waited less tells its part too
         assert time.monotonic() - began_s < 5.0
         assert not is_alive(stopped), "the stopped writer is gone"
         assert saver.writer_pid != stopped and is_alive(saver.writer_pid), "there is a new one"
