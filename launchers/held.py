@@ -96,12 +96,16 @@ class Holding:
         return bool(self.ranks) and all(r.status == 0 for r in self.ranks.values())
 
     def look(self) -> None:
-        """Read all pages and gather the reporting rank's new steps. The ring is short: call it often."""
+        """Read all pages and gather the reporting rank's new steps, an open one once the rank has ended.
+
+        The ring is short: call it often.
+        """
         for rank in self.ranks.values():
             rank.look()
             if (rank.spec.reports or rank.spec.stands_in) and rank.page is not None:
                 known = self.steps[-1].end_mono_s if self.steps else 0.0
-                self.steps.extend(step for step in rank.page.steps if step.end_mono_s > known)
+                over = [step for step in rank.page.steps if step.closed or not rank.alive]
+                self.steps.extend(step for step in over if step.end_mono_s > known)
 
     def through(self, logged: tuple[int, int]) -> int:
         """Which train_step of these ranks all is in the log up to, where that much is of attempt `logged[0]`."""

@@ -1,11 +1,12 @@
 """Megatron-LM's train_steps, phases and the wish to stop, told through functions that it calls by name.
 
     train { on_training_step_start, train_step, on_training_step_end, [evaluate], checkpoint_and_decide_exit {[save]} }
-            step_started            loss, norm  stop file -> their signal         step_done, with the save's time
+            step_started            loss, norm  step_done,                        step_closed, with the save's time
+                                                stop file -> their signal
 
-A step is told once its save is over, as the reference trainer does; one that is followed by an evaluation is told
-before that. The losses are what train_step gives, not what the log says: the second line after every start is the
-mean of the first two. Nothing here raises into training but a restore that did not take place.
+A step is told before it is saved and closed once its save is over, as in the reference trainer. The losses are what
+train_step gives, not what the log says: the second line after every start is the mean of the first two. Nothing here
+raises into training but a restore that did not take place.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ class Steps:
     tokens: int = 0
     pending: bool = False
     """Finished and not told yet."""
+    told: bool = False
+    """Told and not closed yet."""
     save_s: float = 0.0
 
     def begin(self) -> None:
         """A train_step begins."""
-        self.tell()
+        self.close()
         with _harmless():
             args = self.training.get_args()
             self.train_step = _iteration(args, self.train_step) + 1
@@ -72,7 +75,8 @@ class Steps:
             self.grad_norm = None if norm is None else float(norm)
 
     def end(self) -> None:
-        """After the step: pass a wish to stop on, so that all ranks save at the end of this very step."""
+        """After the step: tell it, and pass a wish to stop on, so that all ranks save at the end of this very step."""
+        self.tell()
         with _harmless():
             if recorder.stop_asked():
                 raise_their_signal(self.training.get_args())
@@ -88,9 +92,16 @@ class Steps:
             samples_from=self.samples_from,
             samples_to=self.samples_to,
             tokens=self.tokens,
-            save_s=self.save_s,
+            closed=False,
         )
-        self.pending, self.save_s = False, 0.0
+        self.pending, self.told, self.save_s = False, True, 0.0
+
+    def close(self) -> None:
+        """The told step is over with all that belongs to it, once."""
+        self.tell()
+        if self.told:
+            recorder.current().step_closed(self.save_s)
+        self.told, self.save_s = False, 0.0
 
 
 def hook(training: ModuleType, fault_tolerance: ModuleType) -> None:
@@ -99,8 +110,8 @@ def hook(training: ModuleType, fault_tolerance: ModuleType) -> None:
     fault_tolerance.on_training_step_start = _before(fault_tolerance.on_training_step_start, steps.begin)  # type: ignore[attr-defined]
     fault_tolerance.on_training_step_end = _before(fault_tolerance.on_training_step_end, steps.end)  # type: ignore[attr-defined]
     _put(training, "train_step", lambda call: _taking(call, steps.take))
-    _put(training, "checkpoint_and_decide_exit", lambda call: _after(call, steps.tell))
-    _put(training, "evaluate_and_print_results", lambda call: _in_phase(call, "eval", before=steps.tell))
+    _put(training, "checkpoint_and_decide_exit", lambda call: _after(call, steps.close))
+    _put(training, "evaluate_and_print_results", lambda call: _in_phase(call, "eval"))
     _put(training, "save_checkpoint_and_time", lambda call: _timed(_in_phase(call, "save"), steps))
     _put(training, "save_checkpoint", lambda call: _in_phase(call, "save"))
     _put(training, "load_checkpoint", _checked_load)
@@ -168,9 +179,8 @@ def _from_phase(call: Call, phase: str) -> Call:
     return entered
 
 
-def _in_phase(call: Call, phase: str, before: Callable[[], None] = lambda: None) -> Call:
+def _in_phase(call: Call, phase: str) -> Call:
     def held(*args: Any, **kwargs: Any) -> Any:
-        before()
         recorder.current().phase(phase)
         result = call(*args, **kwargs)
         recorder.current().phase("train")

@@ -41,7 +41,10 @@ class Recorder(Protocol):
         wait_s: float = 0.0,
         data_s: float = 0.0,
         local_hash: int = 0,
+        closed: bool = True,
     ) -> None: ...
+
+    def step_closed(self, save_s: float = 0.0) -> None: ...
 
     def checkpoint_durable(self, train_step: int, durable_s: float = 0.0) -> None: ...
 
@@ -67,7 +70,10 @@ class Unrecorded:
         wait_s: float = 0.0,
         data_s: float = 0.0,
         local_hash: int = 0,
+        closed: bool = True,
     ) -> None: ...
+
+    def step_closed(self, save_s: float = 0.0) -> None: ...
 
     def checkpoint_durable(self, train_step: int, durable_s: float = 0.0) -> None: ...
 

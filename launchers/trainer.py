@@ -192,8 +192,13 @@ class Training:
         stop = self._stop_agreed()
         step_s = time.monotonic() - started_s
         self._prepare_saves()
-        save_s = self._rest_s + self._save(stop)
-        self._record(outcome, before, step_s, save_s)
+        if self._saver is not None:
+            self._saver.poll()
+        due = self._due(stop)
+        self._record(outcome, before, closed=not due)  # before its save: no checkpoint of a step that nobody knows of
+        hold_s = self._save(self._saver, local=due == "local") if self._saver is not None and due else 0.0
+        self._enter("train")
+        self._tell(outcome, step_s, self._rest_s + hold_s)
         return stop
 
     def _batches(self, train_step: int, consumed: int) -> Iterator[torch.Tensor]:
@@ -231,25 +236,27 @@ class Training:
             self._every = every
         return bool(stop)
 
-    def _save(self, stop: bool) -> float:
-        """Poll the save in flight, start one where it is due; returns for how long that held the loop."""
+    def _due(self, stop: bool) -> str:
+        """Whether this train_step is saved: '' no, 'local' on the nodes alone, 'full' in the checkpoint directory."""
+        if self._saver is None:
+            return ""
+        step, every, local_every = self.progress.train_step, self._every, self.settings.local_every
+        if stop or (every and (step >= self.settings.train_steps or step % every == 0)):
+            return "full"
+        return "local" if self._place is not None and local_every and step % local_every == 0 else ""
+
+    def _save(self, saver: Saver, *, local: bool) -> float:
+        """Start a save of the train_step just recorded; returns for how long that held the loop."""
         from outlast.launchers import trainer_state
 
-        if self._saver is None:
-            return 0.0
-        self._saver.poll()
-        every, step = self._every, self.progress.train_step
-        at_end = step >= self.settings.train_steps
         spread = None
-        if not (stop or (every and (at_end or step % every == 0))):
-            if self._place is None or not self.settings.local_every or step % self.settings.local_every:
-                return 0.0
-            spread = self._place.spread(step)
-            self._local_steps.add(step)
+        if local and self._place is not None:
+            spread = self._place.spread(self.progress.train_step)
+            self._local_steps.add(self.progress.train_step)
         self._enter("save")
         restored = self.settings.restore_dir
         self._saving = trainer_state.save_state(
-            self._saver,
+            saver,
             self.trainee,
             self.world,
             self.progress,
@@ -259,6 +266,7 @@ class Training:
             root=self.settings.checkpoint_dir or Path(),
             spread=spread,
         )
+        self.recorder.step_closed(self._saving.hold_s)
         return self._saving.hold_s
 
     def _prepare_saves(self) -> None:
@@ -276,7 +284,7 @@ class Training:
             self._rest_s = self._saving.finish()
             self._saving = None
 
-    def _record(self, outcome: StepOutcome, before: Progress, step_s: float, save_s: float) -> None:
+    def _record(self, outcome: StepOutcome, before: Progress, *, closed: bool) -> None:
         s, train_step = self.settings, self.progress.train_step
         if outcome.loss is not None and not math.isfinite(outcome.loss):
             raise FloatingPointError(f"train_step {train_step}: loss is {outcome.loss}, samples {before.samples} on")
@@ -287,11 +295,13 @@ class Training:
             samples_from=before.samples,
             samples_to=self.progress.samples,
             tokens=s.global_batch * s.seq,
-            save_s=save_s,
+            save_s=self._rest_s,
+            closed=closed,
         )
-        self._enter("train")
+
+    def _tell(self, outcome: StepOutcome, step_s: float, save_s: float) -> None:
         self._say(
-            f"train_step {train_step}/{s.train_steps} | loss {outcome.loss or 0.0:.4f} | "
+            f"train_step {self.progress.train_step}/{self.settings.train_steps} | loss {outcome.loss or 0.0:.4f} | "
             f"grad norm {outcome.grad_norm or 0.0:.3f} | {step_s * 1e3:.0f} ms"
             + (f" | save {save_s * 1e3:.0f} ms" if save_s else "")
         )

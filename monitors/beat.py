@@ -12,6 +12,7 @@ Standard library alone: it runs inside the user's program before anything else i
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -41,6 +42,9 @@ _STEP: Final = struct.Struct("<qdddddqddqqdQQ")
 _BODY_BYTES: Final = _STATE.size + RING_STEPS * _STEP.size
 _LOSS_KNOWN: Final = 1
 _GRAD_KNOWN: Final = 2
+_OPEN: Final = 4
+_SAVE_AT: Final = 11
+"""Place of save in _STEP; the bits are its last."""
 _READ_TRIES: Final = 8
 
 
@@ -61,6 +65,8 @@ class StepEntry:
     samples_to: int = -1
     save_s: float = 0.0
     local_hash: int = 0
+    closed: bool = True
+    """False: a save of it may be going on, which save_s does not hold yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +130,7 @@ class StepWriter:
 
     def step_started(self, train_step: int) -> None:
         """train_step is 1-based: the one that is now being computed."""
+        self._close()
         self._started = time.monotonic()
         if self._phase != PHASES.index("train"):
             self._phase, self._phase_since = PHASES.index("train"), self._started
@@ -143,13 +150,20 @@ class StepWriter:
         wait_s: float = 0.0,
         data_s: float = 0.0,
         local_hash: int = 0,
+        closed: bool = True,
     ) -> None:
-        """A train_step is finished. save_s: how long the loop stood still for a save since step_started."""
+        """A train_step is finished. save_s: how long the loop stood still for a save since step_started.
+
+        Call it before a save of this very step, with closed=False, and step_closed after: a checkpoint of a step that
+        nobody heard of would leave a hole in the record where the rank dies while it saves.
+        """
+        self._close()
         try:
             now = time.monotonic()
             began = self._started or self._last_end or self._phase_since
             step_s = max(0.0, now - began - save_s)
             known = (_LOSS_KNOWN if loss is not None else 0) | (_GRAD_KNOWN if grad_norm is not None else 0)
+            known |= 0 if closed else _OPEN
             at = _STATE.size + (self._count % RING_STEPS) * _STEP.size
             times = (now, step_s, compute_s, wait_s, data_s)
             seen = (int(tokens), _number(loss), _number(grad_norm), samples_from, samples_to, save_s)
@@ -160,11 +174,28 @@ class StepWriter:
         self._train_step, self._started, self._last_end = train_step, 0.0, now
         self._publish()
 
+    def step_closed(self, save_s: float = 0.0) -> None:
+        """All of the last step_done is over; the loop stood still for a save of it for save_s, since then."""
+        self._close(save_s)
+        self._last_end = time.monotonic()
+        self._publish()
+
     def checkpoint_durable(self, train_step: int, durable_s: float = 0.0) -> None:
         """The commit marker of this train_step's checkpoint is on disk, durable_s after the save began."""
         if train_step >= self._durable:
             self._durable, self._durable_s = train_step, durable_s
         self._publish()
+
+    def _close(self, save_s: float = 0.0) -> None:
+        """Where the newest step is still open."""
+        at = _STATE.size + ((self._count - 1) % RING_STEPS) * _STEP.size
+        entry = list(_STEP.unpack_from(self._body, at))
+        if not entry[-1] & _OPEN:
+            return
+        with contextlib.suppress(TypeError):  # see step_done
+            entry[_SAVE_AT] += max(0.0, save_s)
+        entry[-1] &= ~_OPEN
+        _STEP.pack_into(self._body, at, *entry)
 
     def _publish(self) -> None:
         """Write the page; where another thread is writing (or this one, below a handler), that one writes again."""
@@ -258,6 +289,7 @@ def _parse_step(body: bytes, slot: int) -> StepEntry:
         samples_to=s_to,
         save_s=save,
         local_hash=local_hash,
+        closed=not known & _OPEN,
     )
 
 

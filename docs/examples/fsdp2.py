@@ -82,11 +82,13 @@ def main() -> None:
         everything.train_step = step
         saver.poll()
         stop = asked_to_stop()
-        hold_s = 0.0
-        if stop or step % SAVE_EVERY == 0 or step == TRAIN_STEPS:
-            hold_s = saver.save({"run": everything}, train_step=step, samples=step * BATCH)
+        due = stop or step % SAVE_EVERY == 0 or step == TRAIN_STEPS
         samples = {"samples_from": (step - 1) * BATCH, "samples_to": step * BATCH}
-        note.step_done(step, loss=average(loss), **samples, save_s=hold_s)
+        note.step_done(step, loss=average(loss), **samples, closed=not due)  # told first: no save of an unknown step
+        if due:
+            note.phase("save")
+            note.step_closed(saver.save({"run": everything}, train_step=step, samples=step * BATCH))
+            note.phase("train")
         if stop:
             break
     saver.finish()

@@ -170,9 +170,19 @@ def test_only_the_node_says_where_it_is() -> None:
 
 
 def held(
-    rank: int, *, train_step: int, phase: str, moved_s: float, reports: bool = False, stands_in: bool = False
+    rank: int,
+    *,
+    train_step: int,
+    phase: str,
+    moved_s: float,
+    reports: bool = False,
+    stands_in: bool = False,
+    closed: bool = True,
 ) -> HeldRank:
-    steps = tuple(StepEntry(train_step=s, end_mono_s=float(s), step_s=1.0, loss=4.0) for s in range(1, train_step + 1))
+    steps = tuple(
+        StepEntry(train_step=s, end_mono_s=float(s), step_s=1.0, loss=4.0, closed=closed or s < train_step)
+        for s in range(1, train_step + 1)
+    )
     page = StepPage(
         phase=phase,
         phase_since_mono_s=moved_s,
@@ -224,6 +234,21 @@ def test_a_stand_in_tells_only_what_the_reporting_rank_has_not_told() -> None:
     assert told(9.0, 5) == [], "it was"
     holding.state = "stopping"
     assert told(5.5, 3) == [4, 5], "after the stop nobody will ask again"
+
+
+def test_a_step_that_is_being_saved_is_told_once_it_is_over_or_its_rank_has_ended() -> None:
+    saving = held(0, train_step=3, phase="save", moved_s=3.0, reports=True, closed=False)
+    holding = Holding(attempt=3, state="running", ranks={Rank(0): saving})
+
+    def told() -> list[int]:
+        holding.look()
+        beat = compose_beat(holding, now_mono_s=9.0, steps_through=0, warm=True, output_age_s={})
+        return [s.train_step for s in beat.steps]
+
+    assert told() == [1, 2], "how long the save of 3 will hold it is not known yet"
+    saving.status = -15
+    assert told() == [1, 2, 3], "its checkpoint may be committed all the same"
+    assert told() == [1, 2, 3]
 
 
 def test_the_stand_in_knows_the_loss_and_lives_on_another_node() -> None:

@@ -117,6 +117,30 @@ def test_save_first_lets_the_program_end_by_itself(agent: AgentProcess, script: 
     assert (exited.exit_code, exited.asked) == (0, True) and exited.last_words.endswith("saved")
 
 
+SAVES = """
+import time
+from outlast.launchers.recorder import current
+recorder = current()
+for step in (1, 2, 3):
+    recorder.step_started(step)
+    recorder.step_done(step, loss=1.0 / step, closed=step == 1)
+    recorder.phase("save")
+    if step == 3:
+        time.sleep(300)
+    recorder.step_closed(0.5)
+    recorder.phase("train")
+"""
+
+
+def test_a_rank_that_dies_in_a_save_had_told_the_step(agent: AgentProcess, script: Script) -> None:
+    agent.start(script(SAVES))
+    beat = agent.beat(lambda b: b.phase == "save" and b.step_max == 3)
+    assert [(s.train_step, s.save_s) for s in beat.steps] == [(1, 0.0), (2, 0.5)]
+    agent.stop()
+    beat = agent.beat(lambda b: b.state == "clear")
+    assert [(s.train_step, s.loss) for s in beat.steps] == [(1, 1.0), (2, 0.5), (3, 1.0 / 3)]
+
+
 ESCAPES = {
     "own session": "os.setsid()",
     "double fork": "os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0)",

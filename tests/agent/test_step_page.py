@@ -55,6 +55,37 @@ def test_the_ring_keeps_the_newest_in_order(path: Path) -> None:
     assert page is not None and [s.train_step for s in page.steps] == list(range(69, 101))
 
 
+def test_a_step_is_told_before_its_save_and_closed_after_it(path: Path) -> None:
+    writer, reader = StepWriter(path), StepReader(path)
+    writer.step_closed(9.0)  # of no step
+    for step in (1, 2):
+        writer.step_started(step)
+        writer.step_done(step, save_s=0.25, closed=step != 2)
+    page = reader.read()
+    assert page is not None and [(s.train_step, s.save_s, s.closed) for s in page.steps] == [
+        (1, 0.25, True),
+        (2, 0.25, False),
+    ]
+    writer.step_closed(0.5)
+    writer.step_closed(7.0)  # it is closed
+    closed = reader.read()
+    assert closed is not None and [(s.save_s, s.closed) for s in closed.steps] == [(0.25, True), (0.75, True)]
+    assert closed.steps[1].end_mono_s == page.steps[1].end_mono_s, "its save is not part of it"
+
+
+def test_a_step_that_nobody_closed_is_closed_by_the_next(path: Path) -> None:
+    writer, reader = StepWriter(path), StepReader(path)
+    writer.step_done(1, closed=False)
+    writer.step_started(2)
+    page = reader.read()
+    assert page is not None and [s.closed for s in page.steps] == [True]
+    writer.step_done(2, closed=False)
+    writer.step_done(3, closed=False)
+    writer.step_closed("long")  # type: ignore[arg-type]
+    page = reader.read()
+    assert page is not None and [(s.save_s, s.closed) for s in page.steps] == [(0.0, True)] * 3
+
+
 def test_a_nan_loss_is_a_loss(path: Path) -> None:
     writer, reader = StepWriter(path), StepReader(path)
     writer.step_done(1, loss=math.nan)

@@ -48,6 +48,9 @@ class Marks:
         self._mark(train_step=train_step)
         self._beat()
 
+    def step_closed(self, save_s: float = 0.0) -> None:
+        self._inner.step_closed(save_s)
+
     def checkpoint_durable(self, train_step: int, durable_s: float = 0.0) -> None:
         self._inner.checkpoint_durable(train_step, durable_s)
         self._mark(durable=train_step)

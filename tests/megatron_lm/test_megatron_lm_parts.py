@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import types
 from pathlib import Path
 
@@ -145,10 +146,18 @@ class Told(recorder.Unrecorded):
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, float | None, float | None, int, int]] = []
+        self.calls: list[str] = []
+
+    def phase(self, name: str) -> None:
+        self.calls.append(name)
+
+    def step_closed(self, save_s: float = 0.0) -> None:
+        self.calls.append(f"closed {save_s > 0}")
 
     def step_done(self, train_step: int, **what: object) -> None:  # type: ignore[override]
         names = ("loss", "grad_norm", "samples_from", "samples_to")
         self.steps.append((train_step, *(what[name] for name in names)))  # type: ignore[arg-type]
+        self.calls.append(f"done {train_step}")
 
 
 def test_a_step_is_told_once_and_a_rerun_that_ends_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +176,37 @@ def test_a_step_is_told_once_and_a_rerun_that_ends_is_none(monkeypatch: pytest.M
     steps.take(({}, True, True, True, 16, None, None, 0))
     steps.tell()
     assert told.steps == [(7, 4.5, 1.25, 48, 56)]
+
+
+def test_a_step_is_told_before_it_is_evaluated_and_saved_and_closed_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told()
+    monkeypatch.setattr(recorder, "current", lambda: told)
+    args = types.SimpleNamespace(curr_iteration=0, consumed_train_samples=0, micro_batch_size=2, data_parallel_size=2)
+    training, fault_tolerance = types.ModuleType("training"), types.ModuleType("fault_tolerance")
+    training.__dict__.update(
+        get_args=lambda: args,
+        get_num_microbatches=lambda: 2,
+        train_step=lambda: ({"lm loss": 4.5}, 0, False, False, 0, 1.25, None, 0),
+        evaluate_and_print_results=lambda: None,
+        save_checkpoint=lambda: time.sleep(0.001),
+        save_checkpoint_and_time=lambda: training.save_checkpoint(),
+        checkpoint_and_decide_exit=lambda saves: training.save_checkpoint_and_time() if saves else None,
+        load_checkpoint=lambda: None,
+        train=lambda: None,
+    )
+    fault_tolerance.__dict__.update(on_training_step_start=lambda: None, on_training_step_end=lambda: None)
+    megatron_lm_steps.hook(training, fault_tolerance)
+    for args.curr_iteration, saves in enumerate((False, True)):
+        fault_tolerance.on_training_step_start()
+        training.train_step()
+        fault_tolerance.on_training_step_end()
+        training.evaluate_and_print_results()
+        training.checkpoint_and_decide_exit(saves)
+    plain = ["eval", "train"]
+    assert told.calls == [
+        *("done 1", *plain, "closed False"),
+        *("done 2", *plain, "save", "save", "train", "train", "closed True"),
+    ]
 
 
 def test_a_skipped_step_is_told_without_a_norm_and_odd_results_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,9 @@ class FileRecorder:
     def step_done(self, train_step: int, **what: Any) -> None:
         self._write(train_step=train_step, **what)
 
+    def step_closed(self, save_s: float = 0.0) -> None:
+        self._write(closed_s=save_s)
+
     def checkpoint_durable(self, train_step: int, durable_s: float = 0.0) -> None:
         self._write(durable=train_step)
 

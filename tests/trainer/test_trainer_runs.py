@@ -56,8 +56,18 @@ def test_it_learns_and_tells_its_recorder(reference: Reference) -> None:
     assert [r["durable"] for r in last.records if "durable" in r] == [3, 6]
     third = next(r for r in last.records if r.get("train_step") == 3)
     assert (third["samples_from"], third["samples_to"], third["tokens"]) == (16, 24, 8 * 16)
-    assert third["save_s"] > 0.0 and third["grad_norm"] > 0.0
+    assert third["grad_norm"] > 0.0
     assert [rank.losses[3] for rank in reference.result.ranks] == [third["loss"]] * 4
+
+
+def test_a_step_is_told_before_its_save_begins_and_closed_after_it(reference: Reference) -> None:
+    for rank in reference.result.ranks:
+        records = [{k: v for k, v in r.items() if k != "at_s"} for r in rank.records]
+        told = [i for i, r in enumerate(records) if "train_step" in r]
+        assert [records[i]["closed"] for i in told] == [True, True, False, True, True, False]
+        for i in (told[2], told[5]):
+            save, closed, train = records[i + 1 : i + 4]
+            assert (save, train) == ({"phase": "save"}, {"phase": "train"}) and closed["closed_s"] > 0.0
 
 
 def test_two_runs_are_bit_identical_and_saving_changes_nothing(fork_ranks: Any, reference: Reference) -> None:
